@@ -1,0 +1,46 @@
+# Two commands: `make demo` trains a real model on real text; `make test` passes the tests. Both set `.venv` up themselves.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+# The CPU build the project is developed with; the package itself only asks for torch>=2.13.
+TORCH  ?= torch==2.13.0
+STAMP  := $(VENV)/.sheer-setup
+
+.PHONY: setup demo test check fmt bench docs clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $(STAMP)
+
+demo: setup
+	$(BIN)/sheer demo $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+# Everything CI checks, in the order that fails fastest.
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+	$(BIN)/python -m sheer.config.docs --check docs/config.md
+	$(BIN)/python -m pytest $(ARGS)
+
+fmt: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: setup
+	$(BIN)/python -m sheer.config.docs docs/config.md
+
+bench: setup
+	$(BIN)/python benchmarks/step.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

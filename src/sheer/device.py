@@ -1,0 +1,50 @@
+"""The one file that knows device names. Everything else takes a `torch.device` and asks here."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+# Which process-group backend speaks for which device type; anything else falls back to gloo.
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "hpu": "hccl"}
+
+
+def pick(local_rank: int) -> torch.device:
+    """The device this process trains on: its accelerator by local rank where there is one, else the CPU."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, local_rank % torch.accelerator.device_count())
+
+
+def activate(device: torch.device) -> None:
+    """Make `device` the current one, where that means something."""
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
+
+
+def backend(device: torch.device) -> str:
+    """The process-group backend for `device`."""
+    return _BACKENDS.get(device.type, "gloo")
+
+
+def local_rank() -> int:
+    """This process's index on its machine as the launcher gave it; 0 without a launcher."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def rng_states(device: torch.device) -> dict[str, torch.Tensor]:
+    """Generator states of this process: always the CPU's, and the accelerator's where there is one."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return states
+
+
+def set_rng_states(device: torch.device, states: dict[str, torch.Tensor]) -> None:
+    """Restore what `rng_states` gave; states of other device types are left alone."""
+    if "cpu" in states:
+        torch.set_rng_state(states["cpu"])
+    if device.type != "cpu" and device.type in states:
+        torch.get_device_module(device).set_rng_state(states[device.type], device)
