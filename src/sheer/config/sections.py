@@ -1,0 +1,194 @@
+"""One frozen model per block of the config. Each is handed whole to the room that reads it.
+
+The docstring under a field is its documentation everywhere: in `docs/config.md`, in the JSON schema and in editors.
+Attribute names equal the JSON keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from sheer.config.kinds import Backend, Choice, Flag, Maybe, Names, Object, Real, Text, Whole
+
+OnOff = Annotated[bool, Flag()]
+Positive = Annotated[int, Whole(minimum=1)]
+DTYPES = Choice(
+    ("fp32", "bf16", "fp16"),
+    aliases={"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"},
+)
+DType = Literal["fp32", "bf16", "fp16"]
+
+
+class Section(BaseModel):
+    """A block: frozen, closed to unknown keys, and documented by its fields' docstrings."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Optimizer(Section):
+    """Which optimizer to build, unless `initialize` was given one."""
+
+    type: Annotated[str, Text(filled=True)]
+    """DeepSpeed's name ("Adam", "AdamW", "Lion", ...), a class of `torch.optim`, or an import path."""
+    params: Annotated[dict[str, Any], Object()] = {}
+    """Keyword arguments of its constructor. An entry that is "auto" is left to the constructor's default."""
+
+
+class Scheduler(Section):
+    """Which learning-rate schedule to build, unless `initialize` was given one. It moves once per optimizer step."""
+
+    type: Annotated[str, Text(filled=True)]
+    """DeepSpeed's name ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"), a class of
+    `torch.optim.lr_scheduler`, or an import path."""
+    params: Annotated[dict[str, Any], Object()] = {}
+    """Keyword arguments of its constructor. An entry that is "auto" is left to the constructor's default."""
+
+
+class Fp16(Section):
+    """Parameters and gradients in float16, fp32 masters, and a loss scale. Not together with bf16 or autocast."""
+
+    enabled: OnOff = False
+    """Train in float16."""
+    loss_scale: Annotated[float, Real(minimum=0)] = 0.0
+    """A fixed factor for the loss; 0 means a dynamic one."""
+    initial_scale_power: Annotated[int, Whole(minimum=0, maximum=127)] = 16
+    """The dynamic scale starts at 2 to this power."""
+    loss_scale_window: Positive = 1000
+    """The dynamic scale doubles after this many steps without overflow."""
+    hysteresis: Positive = 2
+    """How many overflows the dynamic scale tolerates before it halves."""
+    consecutive_hysteresis: OnOff = False
+    """Refill the tolerance after every step without overflow, so that only consecutive overflows count."""
+    min_loss_scale: Annotated[float, Real(above=0)] = 1.0
+    """The dynamic scale never falls below this; an overflow at it is an error."""
+
+
+class Bf16(Section):
+    """Parameters and gradients in bfloat16 with fp32 masters. Not together with fp16 or autocast."""
+
+    enabled: OnOff = False
+    """Train in bfloat16."""
+    check_grad_overflow: OnOff = False
+    """Skip a step whose gradients are not finite, instead of letting them reach the parameters."""
+
+
+class TorchAutocast(Section):
+    """fp32 parameters, with `torch.autocast` around the forward. Not together with fp16 or bf16."""
+
+    enabled: OnOff = False
+    """Run the forward under `torch.autocast`."""
+    dtype: Annotated[
+        Literal["bfloat16", "float16"],
+        Choice(
+            ("bfloat16", "float16"),
+            aliases={"bf16": "bfloat16", "fp16": "float16", "half": "float16"},
+        ),
+    ] = "bfloat16"
+    """What autocast casts eligible operations to."""
+
+
+class DataTypes(Section):
+    """Number formats besides the model's own."""
+
+    grad_accum_dtype: Annotated[DType | None, Maybe(DTYPES)] = None
+    """In which format gradients are summed over the micro-batches of a step, and reach the optimizer; null means
+    fp32."""
+
+
+class ZeroOptimization(Section):
+    """What is sharded over the data-parallel ranks."""
+
+    stage: Annotated[
+        int,
+        Choice(
+            (0, 1, 2),
+            later={3: "stage 3 (parameters sharded too) arrives with a later release. Use 2 until then."},
+        ),
+    ] = 0
+    """0: nothing. 1: optimizer state and fp32 masters. 2: gradients too."""
+    reduce_bucket_size: Annotated[int, Whole(minimum=1, exponent=True)] = 500_000_000
+    """Upper bound of the elements reduced in one call. Smaller buckets start sooner and overlap more of the
+    backward."""
+
+
+class Compile(Section):
+    """Compile the model's blocks in place with `torch.compile`, without wrapping anything."""
+
+    enabled: OnOff = False
+    """Compile."""
+    backend: Annotated[str | Callable[..., Any], Backend()] = "inductor"
+    """Name of the `torch.compile` backend; from Python also a callable."""
+    kwargs: Annotated[dict[str, Any], Object()] = {}
+    """Further arguments of `torch.compile`, such as `{"mode": "max-autotune", "dynamic": false}`."""
+    scope: Annotated[str | tuple[str, ...], Names(keywords=("auto", "module"))] = "auto"
+    """"auto": the model's repeated blocks, or the whole module where it has none. "module": the whole module. A
+    list: these class names or module names (globs)."""
+
+
+class Checkpoint(Section):
+    """How checkpoints are written."""
+
+    tag_validation: Annotated[
+        Literal["Warn", "Ignore", "Fail"],
+        Choice(
+            ("Warn", "Ignore", "Fail"),
+            aliases={"WARN": "Warn", "IGNORE": "Ignore", "FAIL": "Fail"}
+            | {"warn": "Warn", "ignore": "Ignore", "fail": "Fail"},
+        ),
+    ] = "Warn"
+    """What happens when ranks ask to save under different tags."""
+    keep_last: Annotated[int | None, Maybe(Whole(minimum=1))] = None
+    """Keep only this many of the newest checkpoints in a directory; null keeps all."""
+    timeout_seconds: Annotated[float, Real(above=0)] = 120.0
+    """How long a rank waits for the others to arrive at a save or a load before it names the missing ones."""
+
+
+class DataLoader(Section):
+    """The loader that `initialize(training_data=...)` builds."""
+
+    shuffle: OnOff = True
+    """Draw a new order every epoch."""
+    seed: Annotated[int, Whole(minimum=0)] = 1234
+    """Seed of the order; the same on every rank."""
+    num_workers: Annotated[int, Whole(minimum=0)] = 0
+    """Processes that load batches ahead; 0 loads in the training process."""
+    pin_memory: OnOff = False
+    """Put batches in page-locked memory, from which copies to an accelerator are faster."""
+
+
+class CsvMonitor(Section):
+    """One CSV file per value."""
+
+    enabled: OnOff = False
+    """Write CSV files."""
+    output_path: Annotated[str, Text()] = ""
+    """Directory to write below; empty means `csv_monitor` in the working directory."""
+    job_name: Annotated[str, Text(filled=True)] = "SheerJobName"
+    """Name of the run's own directory in it."""
+
+
+class TensorBoard(Section):
+    """TensorBoard event files (needs the `tensorboard` extra)."""
+
+    enabled: OnOff = False
+    """Write event files."""
+    output_path: Annotated[str, Text()] = ""
+    """Directory to write below; empty means `runs` in the working directory."""
+    job_name: Annotated[str, Text(filled=True)] = "SheerJobName"
+    """Name of the run's own directory in it."""
+
+
+class Wandb(Section):
+    """Weights & Biases (needs the `wandb` extra)."""
+
+    enabled: OnOff = False
+    """Report to Weights & Biases."""
+    group: Annotated[str | None, Maybe(Text())] = None
+    """Group of the run."""
+    team: Annotated[str | None, Maybe(Text())] = None
+    """Team (entity) that owns the run."""
+    project: Annotated[str, Text(filled=True)] = "sheer"
+    """Project of the run."""
