@@ -1,0 +1,42 @@
+"""The `sheer` command itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import sheer
+from sheer.cli import COMMANDS, main
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    said = capsys.readouterr().out
+    for name in COMMANDS:
+        assert name in said
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"sheer {sheer.__version__}\n"
+
+
+def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["dmeo"])
+    assert "dmeo" in capsys.readouterr().err
+
+
+def test_help_of_the_demo_imports_neither_torch_nor_the_other_commands() -> None:
+    program = (
+        "import sys\nfrom sheer.cli import main\n"
+        "try: main(['demo', '--help'])\nexcept SystemExit: pass\n"
+        "assert 'torch' not in sys.modules\nassert 'sheer.cli.config' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--steps" in done.stdout
