@@ -1,0 +1,29 @@
+"""Checkpoints: logical tensors by name, saved as a mirror of how they load, and loaded as a transaction.
+
+The room speaks of `Shard`s, 1-D intervals of named tensors, and knows no engine, stage or bucket. Files are described
+in `index.py`, how a save becomes visible in `folder.py`.
+"""
+
+from sheer.checkpoint.folder import find, list_tags
+from sheer.checkpoint.index import Index
+from sheer.checkpoint.load import LoadReport, load, load_full, open_checkpoint, open_together, read_rng, read_state
+from sheer.checkpoint.ranks import Axis
+from sheer.checkpoint.save import save
+from sheer.checkpoint.shard import Key, Shard
+
+__all__ = [
+    "Axis",
+    "Index",
+    "Key",
+    "LoadReport",
+    "Shard",
+    "find",
+    "list_tags",
+    "load",
+    "load_full",
+    "open_checkpoint",
+    "open_together",
+    "read_rng",
+    "read_state",
+    "save",
+]

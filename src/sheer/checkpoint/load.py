@@ -1,0 +1,314 @@
+"""Loading: a transaction. All ranks plan and agree, read aside and agree, and only then does anything change.
+
+Which saved bytes go where is interval intersection: between what was saved and what this rank wants, for each name.
+No rank, stage or split of the run that saved plays a part.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors.torch
+import torch
+
+from sheer.checkpoint import plain
+from sheer.checkpoint.folder import explained, locate, tag_of
+from sheer.checkpoint.index import RNG, STATE, Index, parse_index, read_index_bytes
+from sheer.checkpoint.ranks import Axis, on_first, together
+from sheer.checkpoint.reader import Request, convertible, host_empty, read, read_small
+from sheer.checkpoint.shard import Key, Shard, check_shards
+from sheer.errors import CheckpointError, nearest
+
+_SHOWN = 10  # how many names of each sort an error lists
+
+Allow = bool | Callable[[Key], bool]
+"""Whether a missing tensor is to be accepted: for all alike, or asked for each."""
+
+
+class LoadReport(NamedTuple):
+    """What a load did; the same on every rank but for `nbytes`."""
+
+    loaded: tuple[Key, ...]
+    """The wanted tensors that now hold the checkpoint's values."""
+    missing: tuple[Key, ...]
+    """Wanted, not in the checkpoint, left as they were."""
+    unexpected: tuple[Key, ...]
+    """In the checkpoint, of a kind that was to be loaded, wanted by no rank."""
+    nbytes: int
+    """Bytes that this rank fetched."""
+
+
+class _Source(NamedTuple):
+    """A wanted shard and the stored tensors that may fill it; more than one where tied tensors were stored apart."""
+
+    shard: Shard
+    stored: tuple[Key, ...]
+
+
+class _Findings(NamedTuple):
+    """How one rank's wishes fit the checkpoint, as other ranks see it."""
+
+    crc32: int
+    loaded: set[Key]
+    missing: dict[Key, tuple[int, ...]]
+    """With the wanted shape."""
+    used: set[Key]
+    """Stored tensors that some wish is about."""
+    faults: set[str]
+    """What no option allows: other shapes, dtypes without a conversion, ties without a meaning."""
+
+
+def open_checkpoint(root: str | os.PathLike[str], tag: str | None = None) -> Index:
+    """Open the checkpoint `tag` in `root`, or the one that `latest` names; `root` may be its own directory too.
+
+    Reads and validates the index and the sizes of the files, no tensors. Needs no other rank. Raises CheckpointError
+    where it is not there (with the tags that are) or does not hold together.
+    """
+    directory = locate(root, tag)
+    with explained(f"cannot open checkpoint {directory}"):
+        return parse_index(read_index_bytes(directory), directory=directory, tag=tag_of(directory))
+
+
+def open_together(root: str | os.PathLike[str], tag: str | None = None, *, axis: Axis, timeout: float = 120.0) -> Index:
+    """`open_checkpoint` for all ranks: rank 0 decides which checkpoint it is. Collective on `axis`."""
+    axis.assemble(f"load_checkpoint(tag={tag!r})", timeout=timeout)
+    doing = f"opening checkpoint {tag or 'latest'!r} in {root}"
+
+    def choose() -> tuple[Path, bytes]:
+        directory = locate(root, tag)
+        return directory, read_index_bytes(directory)
+
+    directory, raw = on_first(axis, doing, choose)
+    return together(axis, doing, lambda: parse_index(raw, directory=directory, tag=tag_of(directory)))
+
+
+def load(
+    index: Index,
+    *,
+    wanted: Sequence[Shard],
+    axis: Axis,
+    kinds: Collection[str] | None = None,
+    ties: Mapping[str, str] | None = None,
+    allow_missing: Allow = False,
+    allow_unexpected: bool = False,
+    timeout: float = 120.0,
+) -> LoadReport:
+    """Fill the data of the `wanted` shards from the checkpoint, on all ranks or on none. Collective on `axis`.
+
+    Other dtypes convert where the value keeps its meaning (fp32 to bf16; never fractions to integers). `kinds` limits
+    what is loaded and what can be unexpected; others among `wanted` are left alone. `ties` maps aliases of this model
+    to the names that `wanted` uses. A tensor tied in one and not in the other is loaded where that has one meaning:
+    a tied value fills both; two values fill one where they are equal. Peak host memory besides `wanted`: as much again
+    for what is read aside, and a few chunks.
+
+    Raises CheckpointError on every rank, with nothing changed, when a tensor is missing or unexpected and that is not
+    allowed, has another shape, cannot be converted, or its bytes are not those that were written.
+    """
+    axis.assemble(f"load_checkpoint(tag={index.tag!r})", timeout=timeout)
+    doing = f"loading checkpoint {index.directory}"
+    chosen = [shard for shard in wanted if kinds is None or shard.kind in kinds]
+    sources = together(axis, doing, lambda: _resolve(index, chosen, ties or {}))
+    found: list[_Findings] = axis.gather_objects(_judge(index, sources, merge_states=allow_unexpected))
+    report = together(axis, doing, lambda: _decide(index, found, kinds, allow_missing, allow_unexpected))
+    staged: list[torch.Tensor] = []
+    available = [source for source in sources if source.stored]
+    nbytes = together(axis, doing, lambda: _stage(index, available, staged, compare=not allow_unexpected))
+    with torch.no_grad():
+        for source, values in zip(available, staged, strict=True):
+            source.shard.data.copy_(values)
+    return report._replace(nbytes=nbytes)
+
+
+def load_full(
+    root: str | os.PathLike[str], tag: str | None = None, *, kinds: Collection[str] = ("param", "buffer")
+) -> dict[str, torch.Tensor]:
+    """The whole tensors of a checkpoint by name, on the host, in their stored dtype. Needs no engine and no ranks.
+
+    Tied names share one tensor object, so that `module.load_state_dict(load_full(path))` fits the module that was
+    saved. Raises CheckpointError where the checkpoint is not there or damaged, or two of `kinds` have a name in common.
+    """
+    index = open_checkpoint(root, tag)
+    full: dict[str, torch.Tensor] = {}
+    requests = []
+    for key, entry in index.entries():
+        if key.kind not in kinds:
+            continue
+        if key.name in full:
+            raise CheckpointError(f"{key.name!r} is there as several of {sorted(kinds)}; load one of them at a time.")
+        flat = host_empty(entry.numel, entry.torch_dtype)
+        full[key.name] = flat.view(entry.shape)
+        requests.append(Request(key, 0, flat))
+    read(index, requests)
+    full.update({alias: full[owner] for alias, owner in index.ties.items() if owner in full})
+    return full
+
+
+def read_state(index: Index) -> dict[str, Any]:
+    """What was given to `save` as `state`, equal to it."""
+    path = str(index.directory / STATE)
+    state = plain.decode(plain.parse(read_small(index, STATE), what=path))
+    if not isinstance(state, dict):
+        raise index.damaged(STATE, "it holds no mapping")
+    return state
+
+
+def read_rng(index: Index, rank: int) -> dict[str, torch.Tensor] | None:
+    """The generator states that rank `rank` of the saving run gave; None where it had no such rank or gave none."""
+    if RNG not in index.content.files:
+        return None
+    try:
+        states = safetensors.torch.load(read_small(index, RNG))
+    except safetensors.SafetensorError as error:
+        raise index.damaged(RNG, f"it is no safetensors file ({error})") from error
+    mine = f"{rank:05d}."
+    return {name.removeprefix(mine): state for name, state in states.items() if name.startswith(mine)} or None
+
+
+def _resolve(index: Index, wanted: Sequence[Shard], ties: Mapping[str, str]) -> list[_Source]:
+    """For each wanted shard, the stored tensors that go by one of its names, its own name first."""
+    check_shards(wanted)
+    aliases: dict[str, list[str]] = {}
+    for alias, owner in ties.items():
+        aliases.setdefault(owner, []).append(alias)
+    stored_ties = index.ties
+    sources = []
+    for shard in wanted:
+        names = [shard.name, *sorted(aliases.get(shard.name, []))]
+        keys = [Key(shard.kind, name) for name in names]
+        owners = [key if index.entry(key) else Key(key.kind, stored_ties.get(key.name, key.name)) for key in keys]
+        sources.append(_Source(shard, tuple(dict.fromkeys(key for key in owners if index.entry(key)))))
+    return sources
+
+
+def _judge(index: Index, sources: Iterable[_Source], *, merge_states: bool) -> _Findings:
+    """What this rank found, without deciding yet what is allowed."""
+    findings = _Findings(index.crc32, set(), {}, set(), set())
+    for shard, stored in sources:
+        findings.used.update(stored)
+        if stored:
+            findings.loaded.add(shard.key)
+        else:
+            findings.missing[shard.key] = shard.shape
+        findings.faults.update(_mismatch(index, shard, key) for key in stored)
+        if len(stored) > 1 and shard.kind.startswith("optim.") and not merge_states:
+            findings.faults.add(
+                f"ties: {shard.key} is one tied tensor in this model; the checkpoint has separate states for "
+                f"{', '.join(repr(key.name) for key in stored)}, which have no common value. To take that of "
+                f"{stored[0].name!r}, allow unexpected tensors"
+            )
+    findings.faults.discard("")
+    return findings
+
+
+def _mismatch(index: Index, shard: Shard, key: Key) -> str:
+    entry = index.entry(key)
+    assert entry is not None, "sources are stored tensors"
+    if entry.shape != tuple(shard.shape):
+        return f"shape: {key} is {list(entry.shape)} in the checkpoint, {list(shard.shape)} is wanted"
+    if not convertible(entry.torch_dtype, shard.data.dtype):
+        return f"dtype: {key} is {entry.torch_dtype} in the checkpoint, which {shard.data.dtype} cannot stand for"
+    return ""
+
+
+def _decide(
+    index: Index,
+    found: Sequence[_Findings],
+    kinds: Collection[str] | None,
+    allow_missing: Allow,
+    allow_unexpected: bool,
+) -> LoadReport:
+    """Put the findings of all ranks together; the same report, or the same error, on every rank."""
+    if len({findings.crc32 for findings in found}) > 1:
+        raise CheckpointError(
+            f"the ranks opened different checkpoints (rank {_odd_rank(found)} has another than rank 0). "
+            "Let rank 0 choose the tag."
+        )
+    missing = {key: shape for findings in found for key, shape in findings.missing.items()}
+    used = set[Key]().union(*(findings.used for findings in found))
+    unexpected = sorted(k for k, _ in index.entries() if k not in used and (kinds is None or k.kind in kinds))
+    refused = [key for key in sorted(missing) if not _allowed(allow_missing, key)]
+    lines = [
+        *_listed(sorted(set[str]().union(*(findings.faults for findings in found)))),
+        *_listed([_missing_line(index, key, missing[key], unexpected) for key in refused[: _SHOWN + 1]], len(refused)),
+    ]
+    if not allow_unexpected:
+        shown = [_unexpected_line(index, key, missing) for key in unexpected[: _SHOWN + 1]]
+        lines += _listed(shown, len(unexpected))
+    if lines:
+        options = "allow missing or unexpected tensors, or load fewer kinds, if that is meant"
+        listing = "\n".join(f"  {line}" for line in lines)
+        raise CheckpointError(
+            f"checkpoint {index.directory} does not fit what is to be loaded; nothing was changed:\n{listing}\n"
+            f"Load it into the model that was saved; {options}."
+        )
+    loaded = set[Key]().union(*(findings.loaded for findings in found))
+    return LoadReport(tuple(sorted(loaded)), tuple(sorted(missing)), tuple(unexpected), 0)
+
+
+def _odd_rank(found: Sequence[_Findings]) -> int:
+    """The first rank whose checkpoint is not rank 0's."""
+    return next(rank for rank, findings in enumerate(found) if findings.crc32 != found[0].crc32)
+
+
+def _allowed(allow: Allow, key: Key) -> bool:
+    return allow if isinstance(allow, bool) else allow(key)
+
+
+def _listed(lines: Sequence[str], total: int | None = None) -> list[str]:
+    """At most ten of `lines`, and how many more there are."""
+    more = (len(lines) if total is None else total) - _SHOWN
+    return [*lines[:_SHOWN], f"... and {more} more like the last"] if more > 0 else list(lines)
+
+
+def _missing_line(index: Index, key: Key, shape: Sequence[int], unexpected: Sequence[Key]) -> str:
+    """One wanted tensor that is not there, and what is there under a name like it, or as another kind."""
+    others = [k for k in ("param", "buffer") if key.kind in ("param", "buffer") and index.entry(Key(k, key.name))]
+    hint = f"; it is there as {others[0]}" if others else ""
+    candidates = {k.name: k for k in unexpected if k.kind == key.kind} or {
+        k.name: k for k, _ in index.entries() if k.kind == key.kind
+    }
+    near = [f"{name!r} {list(_shape(index, candidates[name]))}" for name in nearest(key.name, candidates)]
+    hint += f"; nearest in the checkpoint: {', '.join(near)}" if near else ""
+    return f"missing: {key} {list(shape)} is wanted, not in the checkpoint{hint}"
+
+
+def _unexpected_line(index: Index, key: Key, missing: Mapping[Key, tuple[int, ...]]) -> str:
+    """One stored tensor that nobody wants, and the wanted names like it that found nothing."""
+    candidates = {k.name: shape for k, shape in missing.items() if k.kind == key.kind}
+    near = [f"{name!r} {list(candidates[name])}" for name in nearest(key.name, candidates)]
+    hint = f"; nearest wanted: {', '.join(near)}" if near else ""
+    return f"unexpected: {key} {list(_shape(index, key))} is in the checkpoint, not wanted{hint}"
+
+
+def _shape(index: Index, key: Key) -> tuple[int, ...]:
+    entry = index.entry(key)
+    assert entry is not None, "only stored tensors are described"
+    return entry.shape
+
+
+def _stage(index: Index, sources: Sequence[_Source], staged: list[torch.Tensor], *, compare: bool) -> int:
+    """Read what fills each shard into `staged`, in order; the bytes fetched. Destinations are not touched."""
+    staged.extend(host_empty(source.shard.data.numel(), source.shard.data.dtype) for source in sources)
+    requests = [Request(s.stored[0], s.shard.start, out) for s, out in zip(sources, staged, strict=True)]
+    nbytes = read(index, requests)
+    if compare:
+        nbytes += sum(_compare_tied(index, source, out) for source, out in zip(sources, staged, strict=True))
+    return nbytes
+
+
+def _compare_tied(index: Index, source: _Source, values: torch.Tensor) -> int:
+    """Where tied tensors were stored apart, make sure that they are equal; the bytes fetched for that."""
+    nbytes = 0
+    for key in source.stored[1:]:
+        other = host_empty(values.numel(), values.dtype)
+        nbytes += read(index, [Request(key, source.shard.start, other)])
+        if not torch.equal(other.view(torch.uint8), values.view(torch.uint8)):
+            raise CheckpointError(
+                f"{source.stored[0]} and {key.name!r} are tied in this model; the checkpoint has two different "
+                f"values for them. Untie them in the model, or allow unexpected tensors to take that of "
+                f"{source.stored[0].name!r}."
+            )
+    return nbytes

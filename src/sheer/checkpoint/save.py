@@ -1,0 +1,192 @@
+"""Saving: every rank writes its pieces aside, rank 0 writes the index, checks the whole, and makes it visible.
+
+The phases, each ended by an agreement of all ranks: check what to save; prepare the directory (rank 0); write the
+tensors; complete, check and commit (rank 0). Until the commit nothing that a reader looks at has changed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors.torch
+import torch
+
+from sheer.checkpoint import plain
+from sheer.checkpoint.folder import Staging, check_tag, explained, tag_of
+from sheer.checkpoint.index import BLOCK, INDEX, RNG, STATE, parse_index, read_index_bytes, render_index, ties_fault
+from sheer.checkpoint.ranks import Axis, on_first, together
+from sheer.checkpoint.shard import Interval, Key, Shard, check_shards, tiling_fault
+from sheer.checkpoint.tensorfile import Tensors, Written, stored_nbytes, write_bytes, write_shards
+from sheer.errors import CheckpointError
+
+_SPARE = 1 << 20  # room for directory entries and for what the file system itself takes
+
+
+class _Held(NamedTuple):
+    """One shard as other ranks see it."""
+
+    key: Key
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+
+class _Offer(NamedTuple):
+    """What one rank brings to a save, checked on that rank, without its tensors."""
+
+    tag: str
+    held: list[_Held]
+    nbytes: int
+    rng: bytes
+    """The generator states as a safetensors file."""
+
+
+class _Documents(NamedTuple):
+    """What rank 0 writes besides tensors, as JSON data."""
+
+    facts: dict[str, Any]
+    state: bytes
+
+
+def save(
+    root: str | os.PathLike[str],
+    tag: str,
+    *,
+    shards: Sequence[Shard],
+    facts: Mapping[str, Any],
+    state: Mapping[str, Any],
+    rng: Mapping[str, torch.Tensor],
+    axis: Axis,
+    save_latest: bool = True,
+    keep_last: int | None = None,
+    timeout: float = 120.0,
+) -> Path:
+    """Save one checkpoint as `root/tag` and return that path. Collective on `axis`.
+
+    Each element of each tensor is to be in the `shards` of exactly one rank. `facts` (what the tensors are: `ties` as
+    alias -> stored name, groups, frozen names, settings) and `state` (counters, schedules, client state) are taken
+    from rank 0 and come back equal; `rng` holds this rank's generator states. An existing checkpoint of that tag is
+    replaced and stays loadable until the new one is complete. `keep_last` removes all but that many of the newest
+    checkpoints once the new one is committed. A rank that does not come within `timeout` seconds is named.
+
+    Raises CheckpointError on every rank, with what was there before unchanged, when a tag, shard or value cannot be
+    saved, the ranks disagree, another save to `root` is in progress, or the disk refuses.
+    """
+    axis.assemble(f"save_checkpoint(tag={tag!r})", timeout=timeout)
+    doing = f"saving checkpoint {tag!r} to {root}"
+    documents = together(axis, doing, lambda: _documents(facts, state, keep_last))
+    offer = together(axis, doing, lambda: _offer(tag, shards, rng))
+    offers: list[_Offer] = axis.gather_objects(offer)
+    staging: list[Staging] = []
+    try:
+        aside = on_first(axis, doing, lambda: _prepare(Path(root), offers, documents, staging))
+        written = together(axis, doing, lambda: _write(aside, axis.rank, shards))
+        parts: list[Written] = axis.gather_objects(written)
+
+        def finish() -> Path:
+            _complete(aside, parts, documents, offers)
+            return staging[0].commit(save_latest=save_latest, keep_last=keep_last)
+
+        return on_first(axis, doing, finish)
+    finally:
+        for opened in staging:
+            opened.close()
+
+
+def _documents(facts: Mapping[str, Any], state: Mapping[str, Any], keep_last: int | None) -> _Documents:
+    if keep_last is not None and (not isinstance(keep_last, int) or isinstance(keep_last, bool) or keep_last < 1):
+        raise CheckpointError(f"keep_last is {keep_last!r}; it is None or a whole number of checkpoints, at least 1.")
+    encoded = plain.render(plain.encode(dict(state), path="state"))
+    return _Documents(dict(plain.encode({**facts}, path="facts")), encoded.encode())
+
+
+def _offer(tag: str, shards: Sequence[Shard], rng: Mapping[str, torch.Tensor]) -> _Offer:
+    check_shards(shards)
+    held = [_Held(s.key, s.shape, s.data.dtype, s.start, s.stop) for s in shards]
+    states = safetensors.torch.save({name: state.contiguous() for name, state in rng.items()})
+    return _Offer(check_tag(tag), held, stored_nbytes(shards), states)
+
+
+def _prepare(root: Path, offers: Sequence[_Offer], documents: _Documents, staging: list[Staging]) -> Path:
+    """Rank 0: check that the ranks' offers make one whole checkpoint, and make the directory to write it to."""
+    tags = {offer.tag: rank for rank, offer in reversed(list(enumerate(offers)))}
+    if len(tags) > 1:
+        said = ", ".join(f"rank {rank} {tag!r}" for tag, rank in tags.items())
+        raise CheckpointError(f"the ranks disagree on the tag: {said}. Pass the same tag on every rank.")
+    stored = _check_whole(offers)
+    ties = plain.decode(documents.facts).get("ties", {})
+    fault = ties_fault(ties, {key.name for key in stored if key.kind in ("param", "buffer")})
+    if fault:
+        raise CheckpointError(f"{fault}.")
+    nbytes = sum(offer.nbytes + 400 * len(offer.held) + len(offer.rng) for offer in offers)
+    staging.append(Staging(root, offers[0].tag, nbytes=nbytes + len(documents.state) + _SPARE))
+    return staging[0].path
+
+
+def _check_whole(offers: Sequence[_Offer]) -> set[Key]:
+    """The keys that are saved. Every tensor has one shape and dtype, and each of its elements one holder."""
+    first: dict[Key, tuple[_Held, int]] = {}
+    intervals: dict[Key, list[Interval]] = {}
+    for rank, offer in enumerate(offers):
+        for held in offer.held:
+            known, other = first.setdefault(held.key, (held, rank))
+            if (held.shape, held.dtype) != (known.shape, known.dtype):
+                raise CheckpointError(
+                    f"{held.key} is {list(held.shape)} {held.dtype} on rank {rank} and {list(known.shape)} "
+                    f"{known.dtype} on rank {other}; a tensor has one shape and dtype."
+                )
+            intervals.setdefault(held.key, []).append(Interval(held.start, held.stop, f"rank {rank}"))
+    for key, (held, _) in first.items():
+        fault = tiling_fault(torch.Size(held.shape).numel(), intervals[key])
+        if fault:
+            raise CheckpointError(f"{key} {list(held.shape)}: {fault}; each is to be passed by exactly one rank.")
+    return set(first)
+
+
+def _write(aside: Path, rank: int, shards: Sequence[Shard]) -> Written:
+    with explained(f"cannot write to {aside}"):
+        return write_shards(aside / f"rank{rank:05d}.safetensors", shards)
+
+
+def _complete(aside: Path, parts: Sequence[Written], documents: _Documents, offers: Sequence[_Offer]) -> None:
+    """Rank 0: write what is not a rank's own, then open the result as a reader would."""
+    files = {name: entry for part in parts for name, entry in part.files.items()}
+    with explained(f"cannot write to {aside}"):
+        files[STATE] = write_bytes(aside / STATE, documents.state)
+        files[RNG] = write_bytes(aside / RNG, _merge_rng([offer.rng for offer in offers]))
+        content = {
+            "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "world": len(parts),
+            "block": BLOCK,
+            "files": files,
+            "facts": documents.facts,
+            "tensors": _merge_tensors([part.tensors for part in parts]),
+        }
+        write_bytes(aside / INDEX, render_index(content))
+        parse_index(read_index_bytes(aside), directory=aside, tag=tag_of(aside))
+
+
+def _merge_tensors(parts: Sequence[Tensors]) -> Tensors:
+    """The tensors of all ranks, each with its pieces in order."""
+    merged: Tensors = {}
+    for part in parts:
+        for kind, named in part.items():
+            for name, entry in named.items():
+                whole = merged.setdefault(kind, {}).setdefault(name, {**entry, "pieces": []})
+                whole["pieces"] = sorted([*whole["pieces"], *entry["pieces"]], key=lambda piece: piece["start"])
+    return merged
+
+
+def _merge_rng(states: Sequence[bytes]) -> bytes:
+    return safetensors.torch.save(
+        {
+            f"{rank:05d}.{name}": state
+            for rank, encoded in enumerate(states)
+            for name, state in safetensors.torch.load(encoded).items()
+        }
+    )
