@@ -1,0 +1,214 @@
+"""The one thing of ours on a user's module: the object in the slot that `nn.Module.__call__` asks first.
+
+`nn.Module` keeps what `Module.compile()` makes in `module.__dict__["_compiled_call_impl"]`. A `Slot` stands there. A
+user cannot meet it: `state_dict`, `repr`, pickles, deep copies and hooks are as without it.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Iterable
+from operator import itemgetter
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+from torch._compile import _disable_dynamo
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
+from torch.nn.modules.module import _has_any_global_hook
+
+from sheer.compiler import hooks
+from sheer.compiler.forwards import Shared, forward_function
+from sheer.compiler.report import Report
+
+KEY = "_compiled_call_impl"
+_ABSENT = object()
+
+_hooks_of = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Inputs(NamedTuple):
+    """Positional and keyword arguments of a call."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Gate(Protocol):
+    """The engine's own work around every call of one module, compiled or not, outside the user's hooks."""
+
+    def enter(self, inputs: Inputs) -> Inputs:
+        """Before the call; what it gives is what the module is called with."""
+
+    def leave(self, output: Any) -> Any:
+        """After the call; what it gives is what the caller gets."""
+
+    def abort(self) -> None:
+        """Instead of `leave`, when the call raised."""
+
+
+class Eager(enum.Enum):
+    """Why a call of a compiled target runs eagerly. The value completes the sentence "... runs eagerly: "."""
+
+    GLOBAL_HOOK = "a hook on every module is registered"
+    """`register_module_forward_hook` and its like also fire for the modules inside, which a graph cannot do."""
+    OLD_HOOK = "it has a register_backward_hook hook, which sees the last operation of the module"
+    """The last operation of a compiled forward is the whole graph, so the hook would see other gradients."""
+    INNER_HOOK = "a module inside it has a hook"
+    """A graph traced without the hook would skip it silently."""
+    PATCHED = "its forward is no longer the one that was compiled"
+    """Set on the instance or the class after compiling was switched on; often for one call, so not compiled anew."""
+    DISPATCH_MODE = "a torch dispatch mode is active"
+    """Dynamo, called first under one, would skip this code for good."""
+    TRANSFORM = "a torch.func transform is active"
+    """`vmap`, `grad` and the like see every operation, as without compile."""
+
+
+class Slot:
+    """Called by torch in the place of `module._call_impl`, for one module, which it knows only weakly.
+
+    `gate` and `forward` are set by the `Compiler`; either may be None.
+    """
+
+    def __init__(self, module: nn.Module, *, fqn: str, report: Report) -> None:
+        self.fqn = fqn
+        self.gate: Gate | None = None
+        self.called = False
+        self._forward: Shared | None = None
+        self._module = weakref.ref(module)
+        self._report = report
+        self._noted: set[Eager] = set()
+        self._before: Any = _ABSENT
+        self._below: list[dict[str, Any]] = []
+        self._children: list[nn.Module | None] | None = None
+
+    # ---- standing in the module
+
+    @property
+    def module(self) -> nn.Module:
+        """The module; the caller must hold it alive."""
+        module = self._module()
+        assert module is not None
+        return module
+
+    @property
+    def holder(self) -> object:
+        """What stands in the module's slot now: this object, nothing (None), or what somebody else put there."""
+        module = self._module()
+        return None if module is None else module.__dict__.get(KEY)
+
+    @property
+    def forward(self) -> Shared | None:
+        """The compiled forward; None where the module runs eagerly."""
+        return self._forward
+
+    def compile_with(self, forward: Shared | None) -> None:
+        """Run this forward from now on; None: run eagerly."""
+        self._forward = forward
+        self._noted.clear()
+        self.called = False
+
+    def settle(self) -> None:
+        """Stand in the module if there is anything to do here, else leave it exactly as it was."""
+        module = self._module()
+        if module is None:
+            return
+        needed = self.gate is not None or self._forward is not None
+        if needed and self.holder is not self:
+            self._before = module.__dict__.get(KEY, _ABSENT)
+            module.__dict__[KEY] = self
+        elif not needed and self.holder is self:
+            if self._before is _ABSENT:
+                del module.__dict__[KEY]
+            else:
+                module.__dict__[KEY] = self._before
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of the module is a plain module with weights of its own."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A pickled module is a plain module."""
+        return (type(None), ())
+
+    # ---- a call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """`module(*args, **kwargs)`."""
+        module = self.module
+        if torch.compiler.is_compiling():
+            # Somebody else's trace: the module is a part of it, as without us; the engine's work is not.
+            return _eagerly(module, args, kwargs) if self.gate is None else self._outside_trace(args, kwargs)
+        if self.gate is None:
+            return self._call(module, args, kwargs)
+        return self._gated(args, kwargs)
+
+    def _gated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        gate = self.gate
+        assert gate is not None
+        args, kwargs = gate.enter(Inputs(args, kwargs))
+        try:
+            output = self._call(self.module, args, kwargs)
+        except BaseException:
+            gate.abort()
+            raise
+        return gate.leave(output)
+
+    _outside_trace = _disable_dynamo(_gated)
+
+    def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's own hooks around its forward."""
+        self.called = True
+        if self._forward is None or torch._C._get_tracing_state() or is_fx_symbolic_tracing():
+            return _eagerly(module, args, kwargs)
+        if _has_any_global_hook():  # type: ignore[no-untyped-call]
+            self._note(Eager.GLOBAL_HOOK)
+            return _eagerly(module, args, kwargs)
+        if module._backward_hooks and not module._is_full_backward_hook:
+            self._note(Eager.OLD_HOOK)
+            return _eagerly(module, args, kwargs)
+        return hooks.call(module, forward=self._compiled_or_eager, args=args, kwargs=kwargs)
+
+    def _compiled_or_eager(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward itself. Decided after the module's pre-hooks ran: they may put a hook on an inner module."""
+        reason = self._why_eager(module)
+        if reason is not None:
+            self._note(reason)
+            return module.forward(*args, **kwargs)
+        assert self._forward is not None
+        return self._forward.copy()(self.fqn, module, args, kwargs)
+
+    def _why_eager(self, module: nn.Module) -> Eager | None:
+        assert self._forward is not None
+        if forward_function(module) is not self._forward.function:
+            return Eager.PATCHED
+        if self._is_hooked_below(module):
+            return Eager.INNER_HOOK
+        if torch._C._len_torch_dispatch_stack():
+            return Eager.DISPATCH_MODE
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return Eager.TRANSFORM
+        return None
+
+    def _is_hooked_below(self, module: nn.Module) -> bool:
+        """Whether a module below has a hook. Looks at every one on every call, so nothing added late is missed."""
+        children = _modules_in((module.__dict__, *self._below))
+        if children != self._children:
+            self._below = [found.__dict__ for found in module.modules() if found is not module]
+            self._children = _modules_in((module.__dict__, *self._below))
+        return any(map(any, map(_hooks_of, self._below)))
+
+    def _note(self, reason: Eager) -> None:
+        if reason not in self._noted:
+            self._noted.add(reason)
+            self._report.add_fallback(self.fqn, reason=reason.value)
+
+
+def _eagerly(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What torch does where nobody stands in the slot."""
+    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def _modules_in(found: Iterable[dict[str, Any]]) -> list[nn.Module | None]:
+    """The children of the modules whose `__dict__` are given."""
+    return [child for attributes in found for child in attributes["_modules"].values()]

@@ -1,0 +1,104 @@
+"""Which modules are compiled: the repeated blocks, the whole module, or what a list of names and globs picks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from torch import nn
+
+from sheer.errors import ConfigError, did_you_mean
+
+Scope = Literal["auto", "module"] | Sequence[str]
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_NOT_CALLABLE = nn.Module.forward
+
+
+def find_blocks(module: nn.Module) -> tuple[str, ...]:
+    """FQNs of the repeated blocks of `module`, in the order of its modules; `("",)`, the whole module, if none repeat.
+
+    A block is one of two or more children of one `ModuleList`, `Sequential` or `ModuleDict` that have the same class
+    and parameters. The outermost repetition wins. Bare containers and the single layers of `torch.nn` (two `Linear` in
+    one `Sequential`) are no blocks: compiling them one by one would gain nothing.
+    """
+    found: list[str] = []
+    seen: set[int] = set()
+
+    def walk(parent: nn.Module, prefix: str) -> None:
+        children = [(name, child) for name, child in parent.named_children() if id(child) not in seen]
+        seen.update(id(child) for _, child in children)
+        repeated = _repeated_classes(children) if isinstance(parent, _CONTAINERS) else set()
+        for name, child in children:
+            if type(child) in repeated:
+                found.append(prefix + name)
+            else:
+                walk(child, f"{prefix}{name}.")
+
+    walk(module, "")
+    return tuple(found) or ("",)
+
+
+def choose(module: nn.Module, *, scope: Scope) -> tuple[str, ...]:
+    """The FQNs that `scope` names, outermost only: what lies inside another target is compiled as a part of it.
+
+    Raises:
+        ConfigError: `scope` is no known word, a name matches nothing, or only matches modules without a `forward`.
+    """
+    if scope == "auto":
+        return find_blocks(module)
+    if scope == "module":
+        return ("",)
+    if isinstance(scope, str):
+        raise ConfigError(
+            f"compile.scope is {scope!r}; allowed are 'auto', 'module', or a list of class names and FQN globs"
+            f" such as [{scope!r}].{did_you_mean(scope, ['auto', 'module'])}"
+        )
+    wanted = {fqn for pattern in scope for fqn in _matches(module, pattern)}
+    if not wanted:
+        raise ConfigError("compile.scope is an empty list; name at least one class or FQN glob, or use 'auto'")
+    return tuple(fqn for fqn, _ in module.named_modules() if fqn in wanted and not _lies_inside(fqn, wanted))
+
+
+def _repeated_classes(children: list[tuple[str, nn.Module]]) -> set[type[nn.Module]]:
+    """Classes that two or more of `children` share and that are worth a graph of their own."""
+    classes = [type(child) for _, child in children if _is_block_like(child)]
+    return {cls for cls in classes if classes.count(cls) > 1}
+
+
+def _is_block_like(module: nn.Module) -> bool:
+    cls = type(module)
+    native_layer = cls.__module__.startswith("torch.nn.") and not any(True for _ in module.children())
+    has_parameters = any(True for _ in module.parameters())
+    return has_parameters and not native_layer and cls not in _CONTAINERS
+
+
+def _matches(module: nn.Module, pattern: str) -> list[str]:
+    """FQNs of the callable modules whose class is called `pattern`, or whose FQN it matches as a glob."""
+    hits = [
+        (fqn, found)
+        for fqn, found in module.named_modules()
+        if type(found).__name__ == pattern or fnmatchcase(fqn, pattern)
+    ]
+    callable_hits = [fqn for fqn, found in hits if type(found).forward is not _NOT_CALLABLE]
+    if callable_hits:
+        return callable_hits
+    if hits:
+        raise ConfigError(
+            f"compile.scope: {pattern!r} only matches {hits[0][0]!r}, a {type(hits[0][1]).__name__}, which has no"
+            f" forward to compile; name its children, for example {hits[0][0] + '.*'!r}"
+        )
+    known = {type(found).__name__ for found in module.modules()} | {fqn for fqn, _ in module.named_modules() if fqn}
+    raise ConfigError(
+        f"compile.scope: {pattern!r} matches no class name and no module name of {type(module).__name__}."
+        f"{did_you_mean(pattern, sorted(known))}"
+    )
+
+
+def _lies_inside(fqn: str, wanted: set[str]) -> bool:
+    """Whether an ancestor of `fqn` is in `wanted`."""
+    if fqn == "":
+        return False
+    parts = fqn.split(".")
+    return "" in wanted or any(".".join(parts[:depth]) in wanted for depth in range(1, len(parts)))
