@@ -178,9 +178,8 @@ def _title(rank: RankReport, *, size: int) -> str:
 def _what_happened(rank: RankReport) -> str:
     if rank.outcome.end is End.DIED:
         return rank.outcome.account
-    if rank.outcome.finished is None:
-        return rank.outcome.end.value
-    words: str = rank.outcome.finished.trouble or rank.verdict.value
+    finished = rank.outcome.finished
+    words: str = rank.outcome.end.value if finished is None else finished.trouble or rank.verdict.value
     return words.strip().splitlines()[-1]
 
 

@@ -81,7 +81,7 @@ class End(Enum):
     DIED = "its process ended"
     HUNG = "it was cut off at the test's timeout"
     STRANDED = "it was cut off shortly after another rank had ended without passing"
-    STUCK = "it passed, but did not get out of its process group"
+    STUCK = "it passed, but did not come back from leaving its process group"
 
 
 class Outcome(NamedTuple):

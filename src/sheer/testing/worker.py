@@ -137,8 +137,11 @@ class RankSession:
             session.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
         except UnrunnableError as problem:
             trouble = str(problem)
-        except BaseException:  # pytest.exit and KeyboardInterrupt pass through pytest's protocol
+        except (
+            BaseException
+        ):  # pytest.exit and KeyboardInterrupt pass through pytest's protocol, which then stops short
             trouble = traceback.format_exc()
+            session._setupstate.teardown_exact(None)
         serialise = session.config.hook.pytest_report_to_serializable
         reports = [serialise(config=session.config, report=report) for report in self._reports]
         passed = trouble is None and all(report.passed for report in self._reports)
