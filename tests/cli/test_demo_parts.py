@@ -113,7 +113,7 @@ def test_clear_removes_the_run_and_nothing_else(tmp_path: Path) -> None:
 
 def test_a_checkpoint_without_knobs_is_not_gone_on_with(tmp_path: Path) -> None:
     Folder(tmp_path).checkpoints.mkdir()
-    with pytest.raises(UsageError, match="checkpoints but no knobs.json"):
+    with pytest.raises(UsageError, match="checkpoints but no knobs"):
         prepare(tmp_path, knobs=Knobs())
 
 
