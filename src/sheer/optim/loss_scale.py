@@ -28,8 +28,8 @@ class LossScale:
     """The current scale, moved by `update` once per optimizer step. Semantics and defaults are DeepSpeed's.
 
     Dynamic: an overflow first uses up `hysteresis`, one by one; with 1 left, every overflow halves the scale, down to
-    `min_scale`. `window` steps in a row without overflow double it and restore the hysteresis; with
-    `consecutive_hysteresis`, every step without overflow restores it.
+    `min_scale`. A step without overflow, and then every `window` more in a row, double it and restore the hysteresis;
+    with `consecutive_hysteresis`, every step without overflow restores it.
     """
 
     def __init__(
@@ -120,7 +120,8 @@ class LossScale:
 
     def _grow(self) -> None:
         self._good_steps += 1
-        window_is_over = self._good_steps % self._window == 0
+        # As in DeepSpeed the window opens after the first good step, so the first doubling takes window + 1 of them.
+        window_is_over = self._good_steps > 1 and (self._good_steps - 1) % self._window == 0
         if self._consecutive or window_is_over:
             self._hysteresis_left = self._hysteresis
         if window_is_over:

@@ -14,6 +14,10 @@ from sheer.errors import ConfigError, did_you_mean
 AUTO = "auto"
 """The value by which a config leaves a parameter to whoever fills it in; still here means: take the default."""
 
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+# Annotations that call for a number; strings where a module postpones them.
+_NUMBERS = (int, float, "int", "float")
+
 
 def without_auto(params: Mapping[str, Any]) -> dict[str, Any]:
     """`params` without those left at "auto"."""
@@ -32,9 +36,8 @@ def import_object(path: str, *, key: str) -> Any:
         ) from error
     found = getattr(module, name, None)
     if not callable(found):
-        raise ConfigError(
-            f"{key}={path!r}: module {module_name!r} has no class {name!r}.{did_you_mean(name, vars(module))}"
-        )
+        classes = [one for one, value in vars(module).items() if isinstance(value, type)]
+        raise ConfigError(f"{key}={path!r}: module {module_name!r} has no class {name!r}.{did_you_mean(name, classes)}")
     return found
 
 
@@ -55,26 +58,25 @@ def check_params(target: Callable[..., Any], params: Mapping[str, Any], *, key: 
                 f"{key}.{name}={value!r}: {name_of_target} has no parameter {name!r}. Allowed are "
                 f"{', '.join(sorted(allowed))}.{did_you_mean(name, allowed)}"
             )
-        _check_type(value, allowed[name].default, key=f"{key}.{name}")
+        _check_type(value, allowed[name], key=f"{key}.{name}")
     missing = [one.name for one in allowed.values() if one.default is one.empty and one.name not in params]
     if missing:
         raise ConfigError(f"{key}: {name_of_target} needs {', '.join(missing)}; given are {sorted(params) or 'none'}.")
 
 
-_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-
-
-def _check_type(value: Any, default: Any, *, key: str) -> None:
+def _check_type(value: Any, declared: inspect.Parameter, *, key: str) -> None:
     """Compare with the default's type: the commonest slip is a number in quotes, which torch reports obscurely."""
-    wanted = ""
+    default, wanted = declared.default, ""
+    is_number = declared.annotation in _NUMBERS or type(default) in (int, float)
     if type(default) is bool and type(value) is not bool:
         wanted = "true or false"
-    elif type(default) in (int, float) and not _number_like(value):
+    elif is_number and not _number_like(value):
         wanted = "a number"
     elif type(default) is tuple and not (_listed(value) and len(value) == len(default)):
         wanted = f"a list of {len(default)} numbers"
     if wanted:
-        raise ConfigError(f"{key}={value!r}: {wanted} is needed; the default is {default!r}.")
+        told = "" if default is declared.empty else f"; the default is {default!r}"
+        raise ConfigError(f"{key}={value!r}: {wanted} is needed{told}.")
 
 
 def _number_like(value: Any) -> bool:
