@@ -21,7 +21,7 @@ class Axis(Protocol):
     def size(self) -> int:
         """How many ranks there are."""
 
-    def gather_objects(self, obj: Any) -> list[Any]:
+    def gather_objects(self, value: Any, /) -> list[Any]:
         """Collective: every rank gets every rank's object, in rank order."""
 
     def agree(self, error: BaseException | None, *, doing: str) -> None:
