@@ -28,19 +28,19 @@ def explain(config: Config) -> list[Row]:
     entries = config.catalogue().entries
     rows: list[Row] = []
     for path, entry in entries.items():
-        block, _, name = path.rpartition(".")
-        holder = getattr(config, block) if block and entry.fate is Fate.ACTS else config
         if entry.fate is not Fate.ACTS:
             continue
+        block, _, name = path.rpartition(".")
+        holder = getattr(config, block) if block else config
         if holder is not None:
             rows.append(Row(path, getattr(holder, name), _source(config, path), entry.reader, _remark(config, path)))
         elif entry.required:  # once for a whole section that is not there
             rows.append(Row(block, None, "default", entry.reader, "not given"))
     rows += [_auto_argument(config, path) for path in config.auto if path not in entries]
-    return rows + [
-        Row(path, config.origin.foreign[path], "given", "nobody", remark)
-        for path, remark in config.without_effect.items()
-    ]
+    for path, remark in config.without_effect.items():
+        source = "auto" if path in config.auto else "given"
+        rows.append(Row(path, config.origin.foreign.get(path, "auto"), source, "nobody", remark))
+    return rows
 
 
 def _source(config: Config, path: str) -> str:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, PrivateAttr, ValidationError
 
 from sheer.config.catalogue import Catalogue, catalogue
 from sheer.config.checks import contradictions
+from sheer.config.foreign import Fate
 from sheer.config.kinds import Choice, Interval, Maybe, Real, Whole
 from sheer.config.reading import read, translate
 from sheer.config.sections import (
@@ -165,7 +166,8 @@ class Config(Section):
     def without_effect(self) -> dict[str, str]:
         """The given keys of DeepSpeed that nothing in Sheer reads, by dotted path, each with a sentence why."""
         entries = self.catalogue().entries
-        return {path: entries[path].remark for path in self._origin.foreign}
+        auto = [path for path in self.auto if path in entries and entries[path].fate is not Fate.ACTS]
+        return {path: entries[path].remark for path in [*self._origin.foreign, *auto]}
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved values as a new plain dict, defaults included; `Config.load` of it gives the same values."""

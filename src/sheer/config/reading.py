@@ -13,6 +13,9 @@ from sheer.config.foreign import ALIASES, Fate
 from sheer.config.kinds import Object, describe, show
 from sheer.errors import did_you_mean
 
+_FEW = 12
+"""So many names fit into an error."""
+
 
 class Reading(NamedTuple):
     """What a dict says, sorted."""
@@ -125,7 +128,10 @@ def _refusal(entry: Entry, value: Any) -> str:
 def _unknown(name: str, *, block: str, catalogue: Catalogue) -> str:
     """What to say about a key that nobody knows."""
     where = f"in {block!r}" if block else "at the top level"
-    hint = did_you_mean(name, catalogue.children(block) + ([] if block else list(ALIASES)))
+    known = catalogue.children(block) + ([] if block else list(ALIASES))
+    hint = did_you_mean(name, known)
+    if not hint and len(known) <= _FEW:
+        hint = f" Known there: {', '.join(repr(other) for other in known)}."
     places = catalogue.elsewhere(name)[:3]
     if places:
         hint += f" {' and '.join(repr(place) for place in places)} would be known."

@@ -59,7 +59,7 @@ class Fp16(Section):
     loss_scale_window: Positive = 1000
     """The dynamic scale doubles after this many steps without overflow."""
     hysteresis: Positive = 2
-    """How many overflows the dynamic scale tolerates before it halves."""
+    """The dynamic scale halves at this many overflows; the ones before it only skip their step."""
     consecutive_hysteresis: OnOff = False
     """Refill the tolerance after every step without overflow, so that only consecutive overflows count."""
     min_loss_scale: Annotated[float, Real(above=0)] = 1.0
@@ -120,12 +120,12 @@ class Compile(Section):
     enabled: OnOff = False
     """Compile."""
     backend: Annotated[str | Callable[..., Any], Backend()] = "inductor"
-    """Name of the `torch.compile` backend; from Python also a callable."""
+    """Name of a `torch.compile` backend, or an import path of one; from Python also a callable."""
     kwargs: Annotated[dict[str, Any], Object()] = {}
     """Further arguments of `torch.compile`, such as `{"mode": "max-autotune", "dynamic": false}`."""
     scope: Annotated[str | tuple[str, ...], Names(keywords=("auto", "module"))] = "auto"
     """"auto": the model's repeated blocks, or the whole module where it has none. "module": the whole module. A
-    list: these class names or module names (globs)."""
+    list: modules of these class names, or whose names match these globs."""
 
 
 class Checkpoint(Section):

@@ -39,11 +39,11 @@ def _read_file(path: Path) -> Source:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         mend = " (To give the JSON itself, pass json.loads(text).)" if str(path).lstrip().startswith("{") else ""
-        raise ConfigError(f"config: no file at {show(str(path))}; looked in {Path.cwd()}.{mend}") from None
+        raise ConfigError(f"config: no file at {show(str(path), width=500)}; looked in {Path.cwd()}.{mend}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start}). Save it as UTF-8.") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"config: cannot read {show(str(path))}: {error}.") from None
+        raise ConfigError(f"config: cannot read {show(str(path), width=500)}: {error}.") from None
     return Source(path.name, parse(text, name=str(path)))
 
 
