@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 LINE_EVERY = 5.0
 """Seconds between two lines where there is no terminal."""
@@ -30,9 +30,8 @@ class Face:
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TextColumn("{task.fields[numbers]}"),
-            TimeElapsedColumn(),
             TextColumn("eta"),
-            TimeRemainingColumn(),
+            TimeRemainingColumn(compact=True),
             console=console,
             disable=not console.is_terminal,
             # An estimate over the last minute; over the first step's compilation it would be wrong for long.

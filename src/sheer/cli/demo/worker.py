@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from sheer.cli.demo import examples
 from sheer.cli.demo.folder import Curve, Folder, Point
@@ -78,14 +76,14 @@ def run(job: Job, *, orders: Orders, reporter: Reporter) -> None:
     corpus = text.standard_library()
     windows = text.Windows(corpus.train, job.knobs.context)
     model = build_model(job.knobs)
-    engine, _, loader, _ = sheer.initialize(model=model, config=job.folder.config, training_data=windows)
+    engine, *_ = sheer.initialize(model=model, config=job.folder.config, training_data=windows)
     try:
         start = resume(engine, job.folder, digest=hashlib.sha256(corpus.train.numpy()).hexdigest())
         speaks = engine.rank == 0
         if speaks:
             size = sum(parameter.numel() for parameter in model.parameters())
             reporter.tell("ready", step=start.step, parameters=size, text_bytes=len(corpus.train))
-        train(engine, endless(loader), job, start=start, orders=orders, reporter=reporter if speaks else None)
+        train(engine, job, start=start, orders=orders, reporter=reporter if speaks else None)
     finally:
         engine.destroy()
 
@@ -103,26 +101,22 @@ def resume(engine: Engine, folder: Folder, *, digest: str) -> Start:
     return Start(state["step"], digest)
 
 
-def endless(loader: Any) -> Iterator[Any]:
-    """One epoch after another."""
-    while True:
-        yield from loader
-
-
-def train(
-    engine: Engine, batches: Iterator[Any], job: Job, *, start: Start, orders: Orders, reporter: Reporter | None
-) -> None:
+def train(engine: Engine, job: Job, *, start: Start, orders: Orders, reporter: Reporter | None) -> None:
     """The training loop. `reporter` is given on one rank, which also keeps the curve."""
+    from sheer.comm import data_axis
+
+    ranks = data_axis()
     curve = Curve(job.folder.curve, upto=start.step) if reporter else None
     for step in range(start.step + 1, job.knobs.steps + 1):
-        began = time.monotonic()
-        engine.train_batch(batches)
+        engine.train_batch()
         result = engine.last_step
+        assert result is not None
         if reporter and curve:
             point = Point(step, number(result.loss), number(result.grad_norm), result.lr[0])
             curve.append(point)
-            reporter.tell("step", **point._asdict(), seconds=time.monotonic() - began)
-        stopping = any(engine.axis.gather_objects(orders.stop))
+            reporter.tell("step", **point._asdict())
+        # A stop reaches the workers at different moments; together they leave at the same step.
+        stopping = any(ranks.gather_objects(orders.stop))
         if stopping or step % job.save_every == 0 or step == job.knobs.steps:
             if curve:
                 curve.sync()
