@@ -40,3 +40,16 @@ def test_help_of_the_demo_imports_neither_torch_nor_the_other_commands() -> None
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "--steps" in done.stdout
+
+
+def test_a_reader_that_leaves_early_is_no_traceback() -> None:
+    program = "import sys; from sheer.cli import main; sys.exit(main())"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "config", "schema"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()  # before the command has said anything
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait(timeout=30) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -21,13 +22,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     parsed = _parser(arguments).parse_args(arguments)
     try:
-        return int(parsed.run(parsed))
+        status = int(parsed.run(parsed))
+        sys.stdout.flush()
+        return status
     except SheerError as error:
         print(f"sheer: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("sheer: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        # The reader has left (`sheer ... | head`). What is still buffered goes nowhere, without a second complaint.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
