@@ -6,7 +6,7 @@ from types import NoneType
 from typing import Any, NamedTuple, get_args
 
 from sheer.config.foreign import AUTO, FOREIGN, Fate
-from sheer.config.kinds import Kind, Object
+from sheer.config.kinds import Kind
 from sheer.config.sections import Section
 
 READERS = {
@@ -144,10 +144,6 @@ def _blocks_above(path: str) -> list[str]:
     return [".".join(names[:depth]) for depth in range(1, len(names))]
 
 
-def holds_auto(catalogue: Catalogue, path: str) -> bool:
-    """Whether "auto" may stand at `path`, which may lie one below a free-form object."""
-    entry = catalogue.entries.get(path)
-    if entry is not None:
-        return entry.auto
-    above = path.rpartition(".")[0]
-    return f"{above}.*" in AUTO and isinstance(catalogue.entries[above].kind, Object)
+def holds_auto(path: str) -> bool:
+    """Whether "auto" may stand at `path`, a key or one name below a free-form object."""
+    return path in AUTO or f"{path.rpartition('.')[0]}.*" in AUTO

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sheer.config.catalogue import READERS, Catalogue, Entry
 from sheer.config.foreign import ALIASES, AUTO, DIFFERENCES, Fate
-from sheer.config.kinds import Maybe, show
+from sheer.config.kinds import show
 from sheer.config.model import Config
 
 _HEAD = """\
@@ -72,12 +72,14 @@ def _differences() -> Iterator[str]:
 
 def _without_effect(catalogue: Catalogue) -> Iterator[str]:
     yield "\n## Accepted without effect\n"
-    yield "These tune DeepSpeed's internals. Their type is checked, and `sheer config explain` lists the ones given.\n"
+    yield (
+        "These tune DeepSpeed's internals. Their type is checked (`null` may always stand), and `sheer config explain` "
+        "lists the ones given.\n"
+    )
     yield from _table("key", "must be", "why it has no effect")
     for entry in catalogue.entries.values():
         if entry.fate is Fate.TUNES:
-            kind = entry.kind.kind if isinstance(entry.kind, Maybe) else entry.kind
-            yield _row(f"`{entry.path}`", kind.allowed, entry.about)
+            yield _row(f"`{entry.path}`", entry.kind.allowed.removesuffix(", or null"), entry.about)
 
 
 def _refused(catalogue: Catalogue) -> Iterator[str]:

@@ -44,7 +44,7 @@ class Origin:
     """Where a config's values came from."""
 
     name: str
-    """How errors name it: the file's name, or "config"."""
+    """How errors name it: the file's path, or "config"."""
     raw: dict[str, Any]
     given: frozenset[str]
     auto: tuple[str, ...]

@@ -9,8 +9,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from sheer.config.catalogue import Catalogue, Entry, holds_auto
-from sheer.config.foreign import ALIASES, Fate
-from sheer.config.kinds import Object, describe, show
+from sheer.config.foreign import ALIASES, AUTO, Fate
+from sheer.config.kinds import describe, show
 from sheer.errors import did_you_mean
 
 _FEW = 12
@@ -53,10 +53,9 @@ def resolve_auto(
     kept: dict[str, Any] = {}
     for name, value in given.items():
         path = f"{block}.{name}" if block else str(name)
-        entry = catalogue.entries.get(path)
-        if value == "auto" and isinstance(value, str) and holds_auto(catalogue, path):
+        if isinstance(value, str) and value == "auto" and holds_auto(path):
             found.append(path)
-        elif isinstance(value, Mapping) and (path in catalogue.blocks or (entry and isinstance(entry.kind, Object))):
+        elif isinstance(value, Mapping) and (path in catalogue.blocks or f"{path}.*" in AUTO):
             kept[name] = resolve_auto(value, catalogue=catalogue, found=found, block=path)
         else:
             kept[name] = value

@@ -44,7 +44,7 @@ def _read_file(path: Path) -> Source:
         raise ConfigError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start}). Save it as UTF-8.") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"config: cannot read {show(str(path), width=500)}: {error}.") from None
-    return Source(path.name, parse(text, name=str(path)))
+    return Source(str(path), parse(text, name=str(path)))
 
 
 def parse(text: str, *, name: str) -> dict[str, Any]:
