@@ -121,14 +121,15 @@ class _OwnOrder:
 
     def _indices(self, seed: int, position: Position) -> Iterator[list[int]]:
         """Index lists of this rank's micro-batches; past the end they wrap to the start of the same order."""
-        order = torch.arange(self.length)
+        order: torch.Tensor | None = None
         if self._shuffle:
             generator = torch.Generator().manual_seed(_mix(seed, position.epoch))
             order = torch.randperm(self.length, generator=generator)
         start = position.consumed
         mine = self._part.rank * self._part.micro_batch + torch.arange(self._part.micro_batch)
         while not self.is_over(start):
-            yield order[(start + mine) % self.length].tolist()
+            places = (start + mine) % self.length
+            yield (places if order is None else order[places]).tolist()
             start += self._part.stride
 
 
@@ -273,6 +274,10 @@ class ResumableLoader:
         if self._source.is_over(position.consumed):
             self._next_epoch()
 
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise the DataError that `load_state_dict(state)` would raise; changes nothing."""
+        self._checked(state)
+
     def _checked(self, state: Mapping[str, Any]) -> Position:
         mine = self.state_dict()
         missing = sorted(mine.keys() - state.keys())
@@ -382,6 +387,7 @@ def build_loader(
         _tell_about_stream(rank, world)
         source = _Stream(feed, part)
     elif chosen is not None:
+        _tell_about_generator(chosen, rank)
         source = _UserOrder(feed, part, sampler=chosen, batched=batch_sampler is not None)
     else:
         source = _OwnOrder(feed, part, shuffle=shuffle)
@@ -469,10 +475,23 @@ def _seeded_iter(sampler: Iterable[Any], seed: int) -> Iterator[Any]:
 
 
 def _set_epoch(order: Any, epoch: int) -> None:
-    """Tell a user's sampler or stream the epoch, where it wants to know (torch's `set_epoch` convention)."""
-    set_epoch = getattr(order, "set_epoch", None)
-    if set_epoch is not None:
-        set_epoch(epoch)
+    """Tell a user's sampler or stream the epoch, where it wants to know (torch's `set_epoch` convention).
+
+    A batch sampler is made over a sampler, its attribute `sampler`, which is told too.
+    """
+    for one in (order, getattr(order, "sampler", None)):
+        set_epoch = getattr(one, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
+
+
+def _tell_about_generator(sampler: Any, rank: int) -> None:
+    if any(getattr(one, "generator", None) is not None for one in (sampler, getattr(sampler, "sampler", None))):
+        Teller(speaks=rank == 0).warn_once(
+            "generator",
+            "The sampler has a generator of its own, whose place is not saved: a resumed epoch has another order. "
+            "Make the sampler without one; its order then follows from (seed, epoch).",
+        )
 
 
 def _tell_about_stream(rank: int, world: int) -> None:

@@ -281,6 +281,22 @@ def test_a_distributed_sampler_is_told_the_epoch():
         assert mine[epoch] == list(sampler)
 
 
+def test_a_batch_sampler_over_a_distributed_one_is_told_the_epoch_too():
+    sampler = DistributedSampler(Numbers(20), num_replicas=2, rank=1, seed=3)
+    lists = BatchSampler(sampler, batch_size=10, drop_last=False)
+    loader = build_loader(Numbers(20), micro_batch=10, rank=1, world=2, batch_sampler=lists, collate_fn=list)
+    assert next(iter(loader)) != next(iter(loader))
+
+
+def test_a_sampler_whose_order_cannot_be_resumed_is_warned_about_on_rank_0(caplog):
+    for rank in range(2):
+        sampler = RandomSampler(Numbers(9), generator=torch.Generator())
+        build_loader(Numbers(9), micro_batch=1, rank=rank, world=2, sampler=sampler)
+        build_loader(Numbers(9), micro_batch=1, rank=rank, world=2, sampler=RandomSampler(Numbers(9)))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "a resumed epoch has another order" in caplog.text
+
+
 def test_a_batch_sampler_decides_the_batches():
     data = Numbers(7)
     lists = BatchSampler(range(7), batch_size=3, drop_last=False)
