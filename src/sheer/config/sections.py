@@ -165,7 +165,7 @@ class CsvMonitor(Section):
     enabled: OnOff = False
     """Write CSV files."""
     output_path: Annotated[str, Text()] = ""
-    """Directory to write below; empty means the working directory."""
+    """Directory to write below; empty means `csv_monitor` in the working directory."""
     job_name: Annotated[str, Text(filled=True)] = "SheerJobName"
     """Name of the run's own directory in it."""
 
@@ -176,7 +176,7 @@ class TensorBoard(Section):
     enabled: OnOff = False
     """Write event files."""
     output_path: Annotated[str, Text()] = ""
-    """Directory to write below; empty means the working directory."""
+    """Directory to write below; empty means `runs` in the working directory."""
     job_name: Annotated[str, Text(filled=True)] = "SheerJobName"
     """Name of the run's own directory in it."""
 
