@@ -69,7 +69,7 @@ def net(depth: int = 3, *, seed: int = 0, **kwargs: Any) -> Net:
     return Net(depth, **kwargs)
 
 
-def compiled(module: nn.Module, *, backend: Any = "aot_eager", **kwargs: Any) -> Compiler:
+def compiled(module: nn.Module, *, backend: Any = "eager", **kwargs: Any) -> Compiler:
     """`module`, compiled in place, with a `Listener` as teller."""
     compiler = Compiler(module, backend=backend, teller=kwargs.pop("teller", None) or Listener(), **kwargs)
     compiler.enable()
@@ -79,7 +79,7 @@ def compiled(module: nn.Module, *, backend: Any = "aot_eager", **kwargs: Any) ->
 def run(module: nn.Module, *args: Any, call: Callable[..., Any] | None = None) -> Run:
     """One forward and backward; `call` replaces `module(*args)`."""
     module.zero_grad()
-    output = (call or module)(*args)
+    output = (module if call is None else call)(*args)
     output.float().pow(2).mean().backward()
     grads = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
     return Run(output.detach().clone(), grads)

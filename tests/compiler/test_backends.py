@@ -52,9 +52,9 @@ def test_a_working_backend_passes(backend: str) -> None:
 
 def test_no_compiler_is_an_error_before_training_that_names_the_mend() -> None:
     model = net()
-    with torch._inductor.config.patch({"cpp.cxx": (None, "/nonexistent/g++")}):
-        with pytest.raises(CompileError) as error:
-            compiled(model, backend="inductor")
+    broken = torch._inductor.config.patch({"cpp.cxx": (None, "/nonexistent/g++")})
+    with broken, pytest.raises(CompileError) as error:
+        compiled(model, backend="inductor")
     for word in ("'inductor'", "g++", "Install a C++ compiler", "aot_eager"):
         assert word in str(error.value)
     assert "_compiled_call_impl" not in model.blocks[0].__dict__
@@ -73,15 +73,12 @@ def test_an_import_path_is_used_and_sees_only_the_graphs_of_the_blocks() -> None
 
 
 def test_a_backend_that_fails_names_the_target() -> None:
+    model = net()
+    compiled(model, backend=_raises)
     with pytest.raises(CompileError) as error:
-        run(net_with_failing_backend := net(), tokens(), call=_compiled_with_failing(net_with_failing_backend))
+        model(tokens())
     for word in ("'blocks.0'", "Block", "no luck today", "aot_eager"):
         assert word in str(error.value)
-
-
-def _compiled_with_failing(model: torch.nn.Module) -> torch.nn.Module:
-    compiled(model, backend=_raises)
-    return model
 
 
 def test_options_given_by_the_user_are_not_changed() -> None:

@@ -110,6 +110,8 @@ class Compiler:
     def set_gate(self, fqn: str, gate: Gate | None) -> None:
         """Run `gate` around every call of the module named `fqn`, compiled or not; None takes it away.
 
+        A larger piece that the user traces with `torch.compile` takes the module's forward in, past the gate.
+
         Raises:
             UsageError: no such module, or it lies inside a compiled target, whose trace the gate's work would enter.
         """

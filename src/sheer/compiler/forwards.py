@@ -44,11 +44,8 @@ class Copy:
     ) -> None:
         from torch._dynamo.exc import BackendCompilerFailed
 
-        self._code = function.__code__.replace()
-        own = types.FunctionType(
-            self._code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
-        )
-        own.__kwdefaults__ = function.__kwdefaults__
+        own = _private(function)
+        self._code = own.__code__
         self._compiled = torch_compile(own, backend=backend, kwargs=kwargs)
         self._backend_failed = BackendCompilerFailed
         self._records = Records()
@@ -70,7 +67,7 @@ class Copy:
             graphs = self._report.read(target, mark=mark, records=self._records) if self._records.moved(mark) else 0
         if self._fresh:
             self._fresh = False
-            if not graphs:
+            if not graphs and not self._report.fell_back(target):
                 self._report.add_fallback(target, reason=f"torch compiled nothing of {type(module).__name__}.forward")
         return output
 
@@ -126,6 +123,32 @@ class Forwards:
 
     def _copy(self, function: types.FunctionType) -> Copy:
         return Copy(function, backend=self._backend, kwargs=self._kwargs, report=self._report)
+
+
+def _private(function: types.FunctionType) -> types.FunctionType:
+    """`function` with a code object of its own.
+
+    Torch's own modules lie in files that dynamo does not trace from the top. Around their forward comes a frame of
+    ours, else torch would put one there whose code, and so whose graphs and limits, all of its users share.
+    """
+    from torch._dynamo import trace_rules
+
+    if trace_rules.check(function):
+        frame = _frame_around(function)
+        code = frame.__code__.replace(co_name=function.__qualname__)
+        return types.FunctionType(code, frame.__globals__, frame.__name__, None, frame.__closure__)
+    code = function.__code__.replace()
+    own = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    own.__kwdefaults__ = function.__kwdefaults__
+    return own
+
+
+def _frame_around(function: types.FunctionType) -> types.FunctionType:
+    def frame(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return function(module, *args, **kwargs)
+
+    assert isinstance(frame, types.FunctionType)
+    return frame
 
 
 def _likeness(module: nn.Module) -> Hashable:

@@ -127,6 +127,10 @@ class Report:
             self.fallbacks.append(fallback)
         self._teller.warn_once(f"compile-eager:{reason}", f"compile: {_shown(target)} runs eagerly: {reason}.{mend}")
 
+    def fell_back(self, target: str) -> bool:
+        """Whether any fallback of `target` is known."""
+        return any(fallback.target == target for fallback in self.fallbacks)
+
     def __str__(self) -> str:
         lines = [
             f"compile: {'on' if self.active else 'off'}, {self.graphs} graphs in {self.seconds:.1f} s",

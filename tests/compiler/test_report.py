@@ -1,0 +1,161 @@
+"""Nothing is silent: breaks, recompiles and fallbacks are kept with place and reason, and said once."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+from sheer.compiler import Recompile
+from tests.compiler.models import Block, Listener, compiled, net, run, tokens
+
+
+class Breaking(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(x)
+        torch._dynamo.graph_break()
+        return self.down(y)
+
+
+class Counting(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+class Unusual(nn.Module):
+    """Its forward does not go through `module(...)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[1](self.blocks[0].forward(x))
+
+
+def test_a_break_is_kept_with_its_place_and_said_once() -> None:
+    model = nn.Sequential(Breaking(), Breaking())
+    compiler = compiled(model)
+    x = torch.randn(2, 8, requires_grad=True)
+    for _ in range(2):
+        model(x)
+    (found,) = compiler.report.breaks
+    assert found.target == "0"
+    first_line = inspect.getsourcelines(Breaking.forward)[1]
+    assert found.place == f"{__file__}:{first_line + 2} in forward"
+    assert found.reason
+    assert compiler.report.graphs == 2
+    said = compiler._teller.said
+    assert len([sentence for sentence in said if "breaks at" in sentence]) == 1
+    assert found.place in str(compiler.report)
+
+
+def test_a_python_counter_is_said_once_with_its_guard_and_then_the_limit() -> None:
+    model = nn.Sequential(Counting(), Counting())
+    compiler = compiled(model)
+    x = torch.randn(2, 8, requires_grad=True)
+    for _ in range(12):
+        model(x)
+    assert model[0].calls == 12
+    guards = [recompile.guard for recompile in compiler.report.recompiles]
+    assert len(guards) >= 7
+    assert all("self.calls == " in guard and "HINT" not in guard for guard in guards)
+    storm = [sentence for sentence in compiler._teller.said if "keeps recompiling" in sentence]
+    assert len(storm) == 1
+    assert "self.calls ==" in storm[0]
+    assert "gave up recompiling" in compiler.report.fallbacks[0].reason
+    assert len([sentence for sentence in compiler._teller.said if "gave up" in sentence]) == 1
+
+
+def test_an_ordinary_recompile_is_kept_but_not_said() -> None:
+    class Fresh(Block):
+        """Dynamo remembers per function, in the whole process, which sizes change: this one it has not seen."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.up(x)
+
+    model = nn.ModuleList([Fresh(), Fresh()])
+    compiler = compiled(model)
+    for batch in (4, 6, 8):
+        model[0](torch.randn(batch, 8))
+    (found,) = compiler.report.recompiles
+    assert isinstance(found, Recompile)
+    assert "size mismatch" in found.guard
+    assert compiler._teller.said == []
+
+
+@pytest.mark.parametrize("module", [nn.LSTM(8, 8), nn.Identity()], ids=["LSTM", "Identity"])
+def test_where_torch_compiles_nothing_it_is_said(module: nn.Module) -> None:
+    compiler = compiled(module)
+    module(torch.randn(2, 8))
+    assert compiler.report.graphs == 0
+    (found,) = compiler.report.fallbacks
+    assert f"{type(module).__name__}.forward" in found.reason
+    assert any(found.reason in sentence for sentence in compiler._teller.said)
+
+
+def test_a_target_that_is_never_called_is_said_at_the_review() -> None:
+    model = Unusual()
+    compiler = compiled(model)
+    model(torch.randn(2, 8))
+    assert compiler.report.fallbacks == []
+    compiler.review()
+    compiler.review()
+    assert [f.target for f in compiler.report.fallbacks] == ["blocks.0"]
+    assert len(compiler._teller.said) == 1
+    assert "module.forward" in compiler._teller.said[0]
+
+
+class Disabled(Block):
+    @torch.compiler.disable
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+def test_a_forward_that_is_not_ours_to_compile_is_said() -> None:
+    model = nn.Sequential(Disabled(), Disabled())
+    compiler = compiled(model)
+    x = torch.randn(2, 8)
+    assert torch.equal(model(x), model[1].forward(model[0].forward(x)))
+    assert compiler.report.graphs == 0
+    assert [f.target for f in compiler.report.fallbacks] == ["0", "1"]
+
+
+def test_a_foreign_reset_is_survived() -> None:
+    model = net()
+    compiler = compiled(model)
+    before = run(model, tokens())
+    torch._dynamo.reset()
+    after = run(model, tokens())
+    assert torch.equal(before.output, after.output)
+    assert compiler.report.graphs == 2
+    compiler.disable()
+
+
+def test_the_users_own_compiles_are_not_counted_as_ours() -> None:
+    model = net()
+    compiler = compiled(model)
+    run(model, tokens())
+    own = torch.compile(lambda x: x * 2 + 1, backend="eager")
+    own(torch.ones(3))
+    run(model, tokens())
+    assert compiler.report.graphs == 1
+
+
+def test_the_report_reads_as_text() -> None:
+    model = net(depth=2)
+    compiler = compiled(model, teller=Listener())
+    assert str(compiler.report).startswith("compile: on, 0 graphs")
+    run(model, tokens())
+    text = str(compiler.report)
+    assert "1 graphs" in text
+    assert "'blocks.0', 'blocks.1'" in text
+    compiler.disable()
+    assert str(compiler.report).startswith("compile: off")
