@@ -1,3 +1,70 @@
-"""Sheer: a training engine for PyTorch that shards, compiles and checkpoints your module itself, never a wrapper of it."""
+"""Sheer: a training engine for PyTorch that shards, compiles and checkpoints your module itself, never a wrapper of it.
+
+Public names are loaded when they are first used, so that importing costs little and changes nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from sheer import checkpoint, testing, utils
+    from sheer.config import Config
+    from sheer.data import RepeatingLoader
+    from sheer.engine import Engine
+    from sheer.errors import (
+        CheckpointError,
+        CommError,
+        CompileError,
+        ConfigError,
+        DataError,
+        SheerError,
+        UsageError,
+    )
+    from sheer.observe import StepResult
+    from sheer.setup import initialize
+
+__all__ = [
+    "CheckpointError",
+    "CommError",
+    "CompileError",
+    "Config",
+    "ConfigError",
+    "DataError",
+    "Engine",
+    "RepeatingLoader",
+    "SheerError",
+    "StepResult",
+    "UsageError",
+    "__version__",
+    "checkpoint",
+    "initialize",
+    "testing",
+    "utils",
+]
+
+_HOMES = {
+    "Config": "sheer.config",
+    "Engine": "sheer.engine",
+    "RepeatingLoader": "sheer.data",
+    "StepResult": "sheer.observe",
+    "initialize": "sheer.setup",
+} | {name: "sheer.errors" for name in __all__ if name.endswith("Error")}
+_MODULES = frozenset({"checkpoint", "testing", "utils"})
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"sheer.{name}")
+    if name in _HOMES:
+        found = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = found
+        return found
+    raise AttributeError(f"module 'sheer' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

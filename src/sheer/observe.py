@@ -37,6 +37,10 @@ class Teller:
         if key in self._said:
             return
         self._said.add(key)
+        self.warn(message)
+
+    def warn(self, message: str) -> None:
+        """Log `message` as a warning."""
         if self._speaks:
             logger.warning(message)
 

@@ -7,7 +7,7 @@ in `index.py`, how a save becomes visible in `folder.py`.
 from sheer.checkpoint.folder import find, list_tags
 from sheer.checkpoint.index import Index
 from sheer.checkpoint.load import LoadReport, load, load_full, open_checkpoint, open_together, read_rng, read_state
-from sheer.checkpoint.ranks import Axis
+from sheer.checkpoint.ranks import Axis, on_first, together
 from sheer.checkpoint.save import save
 from sheer.checkpoint.shard import Key, Shard
 
@@ -21,9 +21,11 @@ __all__ = [
     "list_tags",
     "load",
     "load_full",
+    "on_first",
     "open_checkpoint",
     "open_together",
     "read_rng",
     "read_state",
     "save",
+    "together",
 ]

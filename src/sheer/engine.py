@@ -1,0 +1,664 @@
+"""The engine: owns the counters, wires the rooms, runs schedules over a layout.
+
+It reads top to bottom: the verbs of a micro-batch, the step, what a user may change between steps, checkpoints, end.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple, final
+
+import torch
+from torch.utils import _pytree
+
+from sheer import persist, planning, statistics
+from sheer.comm import Axis
+from sheer.comm import Counters as Traffic
+from sheer.compiler import Compiler, Report
+from sheer.config import BatchSizes, Config
+from sheer.data import ResumableLoader
+from sheer.errors import DataError, UsageError
+from sheer.layout import Layout, Placement
+from sheer.monitor import Monitor
+from sheer.observe import StepResult, Teller
+from sheer.optim.flat import FlatOptimizer
+from sheer.optim.handle import ShardedOptimizer
+from sheer.optim.loss_scale import LossScale
+from sheer.persist import Counters
+from sheer.schedule import Kind, accumulate
+from sheer.surface import DeepSpeedNames
+
+
+class Parts(NamedTuple):
+    """What `initialize` has built."""
+
+    module: torch.nn.Module
+    config: Config
+    batch: BatchSizes
+    axis: Axis
+    device: torch.device
+    base_optimizer: torch.optim.Optimizer | None
+    group_of: Mapping[str, int]
+    """Parameter name -> index of its optimizer group."""
+    loss_scale: LossScale | None
+    compiler: Compiler
+    monitors: tuple[Monitor, ...]
+    teller: Teller
+    leave: Callable[[], None]
+    """Undoes what `initialize` did to the process: leaves the process group if it made it."""
+
+
+@final
+class Engine(DeepSpeedNames):
+    """Trains `module`, which stays the user's object. Built by `sheer.initialize`.
+
+    All ranks make the same calls in the same order: `engine(...)`, `backward`, `step`, saves and loads are collective
+    on the data axis.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self.module = parts.module
+        self.device = parts.device
+        self.lr_scheduler: Any = None
+        self.training_dataloader: ResumableLoader | None = None
+        self.last_step: StepResult | None = None
+        self.counters = Counters()
+        self._config = parts.config
+        self._batch = parts.batch
+        self._axis = parts.axis
+        self._group_of = parts.group_of
+        self._base = parts.base_optimizer
+        self._scale = parts.loss_scale
+        self._compiler = parts.compiler
+        self._monitors = parts.monitors
+        self._teller = parts.teller
+        self._leave = parts.leave
+        self._window = 0  # micro-batches finished since the last update
+        self._forced_boundary: bool | None = None
+        self._syncing = True
+        self._divide = True  # whether this window is averaged over its micro-batches
+        self._scaled = False  # whether a backward of this window carried the loss scale
+        self._losses: list[torch.Tensor] = []
+        self._applied = False
+        self._alive = True
+        self._own_iterator: Iterator[Any] | None = None
+        self._params, self._ties = persist.names_and_ties(parts.module)
+        self._flags = self._trainable_now()
+        self._plan = planning.build(self._params, base=self._base, **self._circumstances())
+        self._runtime = self._plan.runtime
+        self.optimizer = None if self._base is None else self._make_handle(self._base)
+        self._attach()
+
+    def _circumstances(self) -> dict[str, Any]:
+        return {"config": self._config, "group_of": self._group_of, "axis": self._axis, "device": self.device}
+
+    def _trainable_now(self) -> tuple[bool, ...]:
+        return tuple(param.requires_grad for param in self._params.values())
+
+    def _make_handle(self, base: torch.optim.Optimizer) -> ShardedOptimizer:
+        return ShardedOptimizer(base, step=_weak(self.step), zero_grad=_weak(self.zero_grad))
+
+    def _attach(self) -> None:
+        self._runtime.owner = weakref.ref(self)
+        self._arm()
+
+    def _replan(self) -> None:
+        """Parameters were frozen or unfrozen: new buckets, every state kept under its parameter's name."""
+        self._flags = self._trainable_now()
+        self._plan = planning.rebuild(self._plan, self._params, **self._circumstances())
+        self._runtime = self._plan.runtime
+        self._attach()
+        self._teller.info(f"requires_grad changed: {sum(self._flags)} of {len(self._flags)} parameters train now")
+
+    # --- a micro-batch ----------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module on this rank's inputs (moved to the engine's device) and return its output unchanged."""
+        self._before_forward()
+        args, kwargs = self._to_device((args, kwargs))
+        with self._autocast():
+            outputs = self.module(*args, **kwargs)
+        self._runtime.watch(outputs)
+        return outputs
+
+    forward = __call__
+
+    def _before_forward(self) -> None:
+        self._check_alive()
+        if self._runtime.running and not torch.is_inference_mode_enabled() and torch._C._current_graph_task_id() == -1:
+            self._abandon("the last backward did not finish")
+        if self._window == 0 and not self._runtime.dirty and self._flags != self._trainable_now():
+            self._replan()
+
+    def _autocast(self) -> Any:
+        section = self._config.torch_autocast
+        if not section.enabled:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=getattr(torch, section.dtype))
+
+    def _to_device(self, batch: Any) -> Any:
+        return _pytree.tree_map_only(torch.Tensor, lambda t: t.to(self.device, non_blocking=True), batch)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Accumulate the gradients of `loss`, a scalar: this rank's mean over its micro-batch. Returns `loss`.
+
+        Gradients are averaged over micro-batches and ranks when they are reduced; `scale_wrt_gas=False` leaves the
+        average over micro-batches to the caller. May be called several times in one micro-batch, equally often on all
+        ranks. If the backward fails, the step's gradients so far are forgotten and the engine stays usable.
+        """
+        self._check_alive()
+        self._check_loss(loss)
+        self._divide = scale_wrt_gas
+        self._arm()
+        try:
+            with self._runtime.backward():
+                self.scale(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        except BaseException:
+            self._abandon("backward failed")
+            raise
+        self._losses.append(loss.detach())
+        return loss
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """`loss` times the fp16 loss scale, for a plain `.backward()`; unchanged at other precisions."""
+        self._scaled = True
+        return loss if self._scale is None else loss.float() * self._scale.scale
+
+    def _check_loss(self, loss: object) -> None:
+        if not isinstance(loss, torch.Tensor):
+            raise UsageError(f"backward needs the loss as a tensor, not {type(loss).__name__}")
+        if loss.numel() != 1:
+            raise UsageError(
+                f"backward needs a scalar loss, not shape {tuple(loss.shape)}; take its mean() (each rank's own mean)"
+            )
+        if not loss.requires_grad:
+            raise UsageError(
+                "the loss depends on no parameter that trains: it was computed under no_grad, detached, or every "
+                "parameter it uses is frozen"
+            )
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside do not communicate; the next one outside, or `step`, reduces what they left.
+
+        At stage 2 the gradients wait whole, so this costs the memory that stage 2 saves. `step` inside is refused.
+        """
+        self._syncing = False
+        self._arm()
+        try:
+            yield
+        finally:
+            self._syncing = True
+            self._arm()
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the step after this micro-batch updates parameters. The one place that decides it."""
+        if self._forced_boundary is not None:
+            return self._forced_boundary
+        return self._window + 1 >= self._batch.accumulation
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Decide the boundary from outside until called again; None returns to counting."""
+        self._forced_boundary = is_boundary
+        self._arm()
+
+    def _arm(self, micro_batches: int | None = None) -> None:
+        """Tell the runtime whether the next backward reduces, and what makes its sum a mean."""
+        each_time = self._plan.layout.stage.grad is Placement.SHARDED
+        self._runtime.reducing = self._syncing and (each_time or self.is_gradient_accumulation_boundary())
+        ranks = self._axis.size if self._config.gradient_allreduce_op == "mean" else 1
+        self._runtime.mean_factor = 1.0 / (ranks * self._averaged_over(micro_batches))
+
+    def _averaged_over(self, micro_batches: int | None = None) -> int:
+        return (micro_batches or self._batch.accumulation) if self._divide else 1
+
+    # --- the step ---------------------------------------------------------------------------------------------------
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """Take the micro-batches of one step from `data_iter` and train on them; the mean loss over all of them and
+        all ranks, a 0-d tensor. `engine.last_step` has the rest.
+
+        A tuple is passed as positional arguments, a mapping as keywords, anything else as the one argument.
+        StopIteration when the iterator ends; micro-batches it gave before that stay accumulated (`flush` applies them).
+        """
+        batches = self._iterator(data_iter)
+        output: Any = None
+        for action in accumulate(self._batch.accumulation, first=self._window):
+            if action.kind is Kind.FORWARD:
+                output = self._forward_batch(self._next_batch(batches))
+            elif action.kind is Kind.BACKWARD:
+                self.backward(_loss_of(output))
+                output = None
+                if action.micro_batch + 1 < self._batch.accumulation:
+                    self._finish_micro_batch()
+            elif action.kind is Kind.REDUCE:
+                self._reduce(self._window + 1)
+            else:
+                result = self._update(self._window + 1)
+        assert result.loss_tensor is not None
+        return result.loss_tensor
+
+    def _iterator(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
+        if data_iter is not None:
+            if not isinstance(data_iter, Iterator):
+                raise DataError(
+                    "train_batch needs an iterator, so that the next call goes on where this one ends; "
+                    f"{type(data_iter).__name__} would start anew each time. Pass iter(loader) once."
+                )
+            return data_iter
+        if self.training_dataloader is None:
+            raise DataError("train_batch() without an iterator needs training_data given to sheer.initialize")
+        if self._own_iterator is None:
+            self._own_iterator = _endless(self.training_dataloader)
+        return self._own_iterator
+
+    def _next_batch(self, batches: Iterator[Any]) -> Any:
+        try:
+            return next(batches)
+        except StopIteration:
+            raise StopIteration(
+                f"the data ended with {self._window} of {self._batch.accumulation} micro-batches of a step accumulated"
+                + ("; engine.flush() applies them" if self._window else "")
+            ) from None
+
+    def _forward_batch(self, batch: Any) -> Any:
+        if isinstance(batch, Mapping):
+            return self(**batch)
+        return self(*batch) if isinstance(batch, tuple) else self(batch)
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> StepResult | None:
+        """End a micro-batch. At the accumulation boundary: reduce what is left, clip, check, update, gather, clear,
+        move the schedule, and return what was done; None before it. `lr_kwargs` go to the scheduler."""
+        self._check_alive()
+        if self._plan.optimizer is None:
+            raise UsageError(
+                "this engine has no optimizer: give one to sheer.initialize, or set `optimizer` in its config"
+            )
+        if not self._syncing:
+            raise UsageError("step inside no_sync: leave the context before stepping")
+        if not self.is_gradient_accumulation_boundary():
+            self._finish_micro_batch()
+            return None
+        self._reduce(self._window + 1)
+        return self._update(self._window + 1, lr_kwargs=lr_kwargs)
+
+    def flush(self) -> StepResult | None:
+        """Apply the micro-batches accumulated since the last update as a step of their own (an epoch's leftovers),
+        averaged over as many as they are; None where there are none."""
+        self._check_alive()
+        if self._window == 0:
+            return None
+        self._reduce(self._window)
+        return self._update(self._window)
+
+    def _finish_micro_batch(self) -> None:
+        self._applied = False
+        self.counters.micro_steps += 1
+        self._window += 1
+        if self._runtime.reducing and not self._runtime.reduced:
+            self._runtime.finish()
+        self._arm()
+
+    def _reduce(self, micro_batches: int) -> None:
+        """REDUCE: gradients where the optimizer wants them, averaged over ranks and micro-batches."""
+        if self._runtime.running:
+            self._abandon("the last backward did not finish")
+            raise UsageError(
+                "step after a backward that failed: its gradients are forgotten; run the step's forwards again"
+            )
+        if self._scale is not None and not self._scaled and self._runtime.dirty:
+            raise UsageError(
+                "fp16 gradients without the loss scale: use engine.backward(loss), or engine.scale(loss).backward()"
+            )
+        self._arm(micro_batches)
+        self._runtime.complete()
+
+    def _update(self, micro_batches: int, *, lr_kwargs: Mapping[str, Any] | None = None) -> StepResult:
+        """STEP: everything after the reduction. Stays on the device unless something must be decided on the host."""
+        optimizer = self._plan.optimizer
+        assert optimizer is not None
+        adopted = self._runtime.heed_user()
+        if adopted:
+            self._teller.warn_once(
+                "adopted",
+                f"the data of {len(adopted)} parameters ({adopted[0]!r}, ...) was replaced; values taken over",
+            )
+        scale = 1.0 if self._scale is None else self._scale.scale
+        stats = statistics.gather(self._runtime, self._losses, micro_batches)
+        norm = stats.square_sum.sqrt() / scale
+        lrs = tuple(float(group["lr"]) for group in optimizer.base.param_groups)
+        skipped = self._checks_finite and not math.isfinite(norm.item())
+        if skipped:
+            self._report_overflow()
+        else:
+            self._apply(optimizer, norm, scale, stats.unused)
+        if self._scale is not None:
+            self._scale.update(skipped)
+        result = StepResult(
+            step=self.counters.advance(skipped=skipped, samples=self._batch.micro * self._axis.size * micro_batches),
+            lr=lrs,
+            skipped=skipped,
+            loss_scale=scale,
+            micro_batches=micro_batches,
+            norm_tensor=norm,
+            loss_tensor=stats.mean_loss,
+        )
+        self._end_step(result, lr_kwargs)
+        return result
+
+    @property
+    def _checks_finite(self) -> bool:
+        return self._scale is not None or (self._config.bf16.enabled and self._config.bf16.check_grad_overflow)
+
+    def _apply(self, optimizer: FlatOptimizer, norm: torch.Tensor, scale: float, unused: frozenset[str]) -> None:
+        grads = [grad.owned().to(grad.flat.master.dtype) for grad in self._runtime.grads]
+        limit = self._config.gradient_clipping
+        if limit > 0:
+            factor = torch.clamp(limit / (norm + 1e-6), max=1.0) / scale
+            torch._foreach_mul_(grads, factor)
+        elif scale != 1.0:
+            torch._foreach_mul_(grads, 1.0 / scale)
+        optimizer.update(grads, unused=unused)
+        self._runtime.publish()
+
+    def _report_overflow(self) -> None:
+        found = [
+            statistics.first_not_finite(grad.flat.plan, grad.shard, grad.counted()) for grad in self._runtime.grads
+        ]
+        names = self._axis.gather_objects([name for name in found if name is not None])
+        known = {fqn for rank in names for fqn in rank}
+        first = next((fqn for fqn in self._params if fqn in known), "(unknown)")
+        self._teller.warn(
+            f"step {self.counters.global_steps + 1} skipped: the gradient of {first!r} is not finite"
+            + (f" at loss scale {self._scale.scale:g}" if self._scale is not None else "")
+        )
+
+    def _end_step(self, result: StepResult, lr_kwargs: Mapping[str, Any] | None) -> None:
+        self._runtime.clear()
+        self._losses = []
+        self._window = 0
+        self._divide, self._scaled = True, False
+        self._applied = not result.skipped
+        self._arm()
+        if self.optimizer is not None:
+            self.optimizer.note_step(skipped=result.skipped)
+        if not result.skipped and self.lr_scheduler is not None:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+        self.last_step = result
+        self._compiler.review()
+        self._tell(result)
+
+    def _tell(self, result: StepResult) -> None:
+        every = self._config.steps_per_print
+        if every and result.step % every == 0 and not result.skipped:
+            loss = "" if result.loss is None else f" loss {result.loss:.4f}"
+            rates = ", ".join(f"{lr:.3e}" for lr in result.lr)
+            self._teller.info(f"step {result.step}{loss} grad norm {result.grad_norm:.4f} lr {rates}")
+        for monitor in self._monitors:
+            values = {"lr": result.lr[0], "grad_norm": result.grad_norm, "loss": result.loss}
+            if self._scale is not None:
+                values["loss_scale"] = result.loss_scale
+            monitor.write(result.step, {name: value for name, value in values.items() if value is not None})
+
+    def _abandon(self, why: str) -> None:
+        """Forget the gradients of the step in progress, having done what other ranks wait for."""
+        self._runtime.abort()
+        self._losses = []
+        forgotten, self._window = self._window, 0
+        self._divide, self._scaled = True, False
+        self._arm()
+        self._teller.warn(
+            f"{why}: the gradients of this step ({forgotten} finished micro-batches before it) are forgotten; "
+            "the next micro-batch starts a new step"
+        )
+
+    def zero_grad(self) -> None:
+        """Forget the gradients accumulated in this step so far; `.grad` becomes None everywhere."""
+        self._check_alive()
+        self._runtime.clear()
+        for param in self._params.values():
+            param.grad = None
+
+    # --- between steps ----------------------------------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> None:
+        """Put the module into training mode."""
+        self.module.train(mode)
+
+    def eval(self) -> None:
+        """Put the module into evaluation mode."""
+        self.module.eval()
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of every parameter group."""
+        return [float(group["lr"]) for group in self._groups()]
+
+    def get_mom(self) -> list[Any]:
+        """The momentum (or betas) of every parameter group; None where it has none."""
+        return [group.get("momentum", group.get("betas")) for group in self._groups()]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self._base is None else self._base.param_groups
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the samples per step by changing the accumulation; from the next step on."""
+        per_micro_batch = self._batch.micro * self._axis.size
+        if train_batch_size < per_micro_batch or train_batch_size % per_micro_batch:
+            raise UsageError(
+                f"set_train_batch_size({train_batch_size}): not a multiple of micro-batch {self._batch.micro} x "
+                f"{self._axis.size} ranks = {per_micro_batch}"
+            )
+        self._require_between_steps("set_train_batch_size")
+        self._batch = BatchSizes(train_batch_size, self._batch.micro, train_batch_size // per_micro_batch)
+        self._arm()
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the samples per forward, keeping the accumulation; the loader is the caller's to change."""
+        if micro_batch_size < 1:
+            raise UsageError(f"set_train_micro_batch_size({micro_batch_size}): at least 1 is needed")
+        self._require_between_steps("set_train_micro_batch_size")
+        accumulation = self._batch.accumulation
+        train = micro_batch_size * accumulation * self._axis.size
+        self._batch = BatchSizes(train, micro_batch_size, accumulation)
+        self._arm()
+
+    def _require_between_steps(self, what: str) -> None:
+        if self._window or self._runtime.dirty:
+            raise UsageError(
+                f"{what} in the middle of a step ({self._window} of {self._batch.accumulation} micro-batches done): "
+                "call it after engine.step() returned a result, or engine.flush() / engine.zero_grad() first"
+            )
+
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps applied so far."""
+        return self.counters.global_steps
+
+    @property
+    def global_samples(self) -> int:
+        """Samples trained on so far, over all ranks."""
+        return self.counters.global_samples
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches finished so far."""
+        return self.counters.micro_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped because a gradient was not finite."""
+        return self.counters.skipped_steps
+
+    @property
+    def compile_report(self) -> Report:
+        """What was compiled, and what was not and why."""
+        return self._compiler.report
+
+    @property
+    def layout(self) -> Layout:
+        """Where every piece of every parameter lives; prints as a table."""
+        return self._plan.layout
+
+    @property
+    def traffic(self) -> Traffic:
+        """Collectives and bytes that this rank has sent since the engine was built."""
+        return self._runtime.lane.counters
+
+    @property
+    def axis(self) -> Axis:
+        """The data axis."""
+        return self._axis
+
+    def flat_optimizer(self) -> FlatOptimizer:
+        """What updates this rank's shards; for `sheer.utils`."""
+        if self._plan.optimizer is None:
+            raise UsageError("this engine has no optimizer")
+        return self._plan.optimizer
+
+    def reduce_now(self) -> None:
+        """Reduce this step's gradients before `step`, so that they can be read or changed. Collective."""
+        self._reduce(self._window + 1)
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save everything a run needs to go on, as `save_dir/tag` (`global_stepN` by default). Collective.
+
+        `client_state` must be JSON. Refused in the middle of a step. On an error nothing that was there is lost.
+        """
+        self._check_alive()
+        self._require_between_steps("save_checkpoint")
+        self._runtime.heed_user()
+        persist.save(
+            self._saved_parts(),
+            save_dir,
+            tag=tag if tag is not None else f"global_step{self.counters.global_steps}",
+            client_state=client_state or {},
+            save_latest=save_latest,
+            exclude_frozen=exclude_frozen_parameters,
+        )
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load `load_dir/tag` (by default what `latest` names), whatever stage, ranks or precision saved it.
+
+        Collective. Returns its path and the client state; (None, None), said, where `load_dir` has no checkpoint.
+        `load_module_only` takes parameters and buffers alone. On an error nothing has changed.
+        """
+        self._check_alive()
+        loaded = persist.load(
+            self._saved_parts(),
+            load_dir,
+            tag=tag,
+            strict=load_module_strict,
+            optimizer=load_optimizer_states and not load_module_only,
+            scheduler=load_lr_scheduler_states and not load_module_only,
+            run=not load_module_only,
+            custom=custom_load_fn,
+        )
+        if loaded is None:
+            return None, None
+        self._runtime.clear()
+        self._losses, self._window, self._own_iterator = [], 0, None
+        self._arm()
+        return str(loaded.path), loaded.client_state
+
+    def _saved_parts(self) -> persist.SavedParts:
+        return persist.SavedParts(
+            module=self.module,
+            plan=self._plan,
+            params=self._params,
+            ties=self._ties,
+            groups=self._group_of,
+            config=self._config,
+            device=self.device,
+            counters=self.counters,
+            scheduler=self.lr_scheduler,
+            loss_scale=self._scale,
+            loader=self.training_dataloader,
+            teller=self._teller,
+        )
+
+    # --- end --------------------------------------------------------------------------------------------------------
+
+    def destroy(self) -> None:
+        """Give the module its parameters back as tensors of their own, free all buffers, stop compiling. Idempotent."""
+        if not self._alive:
+            return
+        self._alive = False
+        self._compiler.disable()
+        self._runtime.destroy()
+        if self._plan.optimizer is not None:
+            self._plan.optimizer.release()
+        for monitor in self._monitors:
+            monitor.close()
+        self._losses, self._own_iterator, self._monitors = [], None, ()
+        self._leave()
+
+    def _check_alive(self) -> None:
+        if not self._alive:
+            raise UsageError("this engine was destroyed; build another with sheer.initialize")
+
+    def __getattr__(self, name: str) -> Any:
+        """What the engine lacks is the module's (`engine.generate`, `engine.my_flag`)."""
+        if name.startswith("__") or "module" not in self.__dict__:
+            raise AttributeError(f"Engine has no attribute {name!r}")
+        try:
+            return getattr(self.module, name)
+        except AttributeError:
+            raise AttributeError(
+                f"neither the engine nor its module ({type(self.module).__name__}) has an attribute {name!r}"
+            ) from None
+
+
+def _weak(method: Callable[..., Any]) -> Callable[[], Any]:
+    """`method`, without keeping its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> Any:
+        live = reference()
+        if live is None:
+            raise UsageError("the engine of this optimizer no longer exists")
+        return live()
+
+    return call
+
+
+def _endless(loader: ResumableLoader) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def _loss_of(output: Any) -> Any:
+    """The loss in a module's output: the output itself, its `.loss`, or its "loss"."""
+    if isinstance(output, torch.Tensor):
+        return output
+    if isinstance(output, Mapping) and "loss" in output:
+        return output["loss"]
+    loss = getattr(output, "loss", None)
+    if loss is None:
+        raise UsageError(
+            f"train_batch needs a module that returns its loss (a scalar tensor, or something with .loss or ['loss']); "
+            f"it returned {type(output).__name__}"
+        )
+    return loss

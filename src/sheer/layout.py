@@ -1,0 +1,266 @@
+"""Where each piece of each parameter lives: pure plans, no tensors, no process group.
+
+Three things have a placement on the data-parallel axis: the parameter at rest between steps, the gradient accumulator
+between micro-batches, and the optimizer state with the parameter it updates. A ZeRO stage is one row of that table
+(Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv 1910.02054); the
+collectives follow from the changes of placement.
+
+A bucket is a flat buffer of parameters that share dtype, gradient dtype, trainability and optimizer group. Buckets are
+in reverse order of use, which is the order in which their gradients become ready and the order in which every rank
+communicates them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+
+ALIGNMENT = 128
+"""Parameter starts and shard lengths are multiples of this many elements (256 bytes in the narrowest dtype), so that
+inductor, cuBLAS and flat kernels always see aligned memory."""
+
+MAX_BUCKET_NUMEL = 2**30
+"""Flat kernels index with 32 bits; a bucket stays well below unless one tensor alone is larger."""
+
+
+class Placement(Enum):
+    """How one tensor is spread over an axis."""
+
+    REPLICATED = "R"
+    """Every rank holds all of it."""
+    SHARDED = "S"
+    """Every rank holds its own interval."""
+    PARTIAL = "P"
+    """Every rank holds a summand of all of it."""
+
+
+class Collective(Enum):
+    """What takes a tensor from one placement to another."""
+
+    NOTHING = "nothing"
+    """The placements are equal."""
+    ALL_REDUCE = "all_reduce"
+    """P -> R: sum, everywhere."""
+    REDUCE_SCATTER = "reduce_scatter"
+    """P -> S: sum, each rank its interval."""
+    ALL_GATHER = "all_gather"
+    """S -> R: every rank's interval, everywhere."""
+    SLICE = "slice"
+    """R -> S: keep the own interval; no communication."""
+
+
+_R, _S, _P = Placement.REPLICATED, Placement.SHARDED, Placement.PARTIAL
+_CHANGES: Mapping[tuple[Placement, Placement], Collective] = MappingProxyType(
+    {
+        (_R, _R): Collective.NOTHING,
+        (_S, _S): Collective.NOTHING,
+        (_P, _P): Collective.NOTHING,
+        (_P, _R): Collective.ALL_REDUCE,
+        (_P, _S): Collective.REDUCE_SCATTER,
+        (_S, _R): Collective.ALL_GATHER,
+        (_R, _S): Collective.SLICE,
+    }
+)
+
+
+def change(source: Placement, target: Placement) -> Collective:
+    """The collective that turns `source` into `target`; nothing becomes PARTIAL again."""
+    return _CHANGES[source, target]
+
+
+class Stage(NamedTuple):
+    """One row of the placement table."""
+
+    param: Placement
+    grad: Placement
+    optim: Placement
+
+
+STAGES: Mapping[int, Stage] = MappingProxyType(
+    {
+        0: Stage(param=_R, grad=_P, optim=_R),
+        1: Stage(param=_R, grad=_P, optim=_S),
+        2: Stage(param=_R, grad=_S, optim=_S),
+        3: Stage(param=_S, grad=_S, optim=_S),
+    }
+)
+
+
+class ParamSpec(NamedTuple):
+    """What the plan must know of one parameter."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    """The dtype it computes in."""
+    grad_dtype: torch.dtype
+    """The dtype its gradient is accumulated in."""
+    group: int | None
+    """Index of its optimizer group; None when it is frozen or in no group, so that nothing updates it."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+class BucketKey(NamedTuple):
+    """Parameters share a bucket only where all of this is equal."""
+
+    dtype: torch.dtype
+    grad_dtype: torch.dtype
+    group: int | None
+
+
+class Slot(NamedTuple):
+    """One parameter's place in a bucket: elements [start, start + numel)."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    start: int
+    numel: int
+
+    @property
+    def stop(self) -> int:
+        """One past its last element in the bucket."""
+        return self.start + self.numel
+
+
+class Interval(NamedTuple):
+    """Elements [start, stop) of something flat."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; never negative."""
+        return self.stop - self.start
+
+
+class Piece(NamedTuple):
+    """Elements [start, stop) of the row-major flattened parameter `fqn`, found at `offset` of bucket `bucket`."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    bucket: int
+    offset: int
+
+
+def overlap(a: Interval, b: Interval) -> Interval | None:
+    """The elements that both hold; None where there are none."""
+    start, stop = max(a.start, b.start), min(a.stop, b.stop)
+    return Interval(start, stop) if start < stop else None
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A flat buffer of `numel` elements, padded so that `world` equal, aligned shards tile it."""
+
+    index: int
+    key: BucketKey
+    slots: tuple[Slot, ...]
+    numel: int
+    world: int
+
+    @property
+    def trainable(self) -> bool:
+        """Whether an optimizer updates it; only then has it a gradient buffer."""
+        return self.key.group is not None
+
+    def shard(self, rank: int) -> Interval:
+        """The interval of this bucket that `rank` owns where something is sharded."""
+        length = self.numel // self.world
+        return Interval(rank * length, (rank + 1) * length)
+
+    def pieces(self, interval: Interval) -> Iterator[Piece]:
+        """The parts of parameters inside `interval`, in order. A zero-element parameter counts where it stands."""
+        for slot in self.slots:
+            start, stop = max(slot.start, interval.start), min(slot.stop, interval.stop)
+            if start < stop or (slot.numel == 0 and interval.start <= slot.start < interval.stop):
+                yield Piece(slot.fqn, slot.shape, start - slot.start, max(start, stop) - slot.start, self.index, start)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The buckets of a model on one data-parallel axis, in launch order, and the placements they go through."""
+
+    stage: Stage
+    world: int
+    buckets: tuple[Bucket, ...]
+
+    def owned(self, bucket: Bucket, rank: int) -> Interval:
+        """What `rank` updates of `bucket`: all of it where the optimizer is replicated, else its shard."""
+        if self.stage.optim is Placement.REPLICATED:
+            return Interval(0, bucket.numel)
+        return bucket.shard(rank)
+
+    def digest(self) -> str:
+        """A short fingerprint; equal on all ranks of a healthy run."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        row = "param {} grad {} optim {}".format(*(placement.value for placement in self.stage))
+        lines = [f"{row} over {self.world} ranks, {len(self.buckets)} buckets"]
+        for bucket in self.buckets:
+            dtype = str(bucket.key.dtype).removeprefix("torch.")
+            group = "frozen" if bucket.key.group is None else f"group {bucket.key.group}"
+            names = f"{bucket.slots[0].fqn} .. {bucket.slots[-1].fqn}"
+            lines.append(
+                f"  {bucket.index:4d}  {bucket.numel:>12,d} {dtype:9s} {group:8s} {len(bucket.slots):5d}  {names}"
+            )
+        return "\n".join(lines)
+
+
+def align(numel: int, multiple: int = ALIGNMENT) -> int:
+    """`numel` rounded up to a multiple."""
+    return -(-numel // multiple) * multiple
+
+
+def bucket_limit(total_numel: int, upper: int) -> int:
+    """How many elements a bucket may hold: about an eighth of the model, so that communication overlaps the backward,
+    but no less than a million (small messages are latency), no more than 40 million, and never more than `upper`."""
+    return max(1, min(max(total_numel // 8, 2**20), 40 * 10**6, upper, MAX_BUCKET_NUMEL))
+
+
+def plan(params: Sequence[ParamSpec], *, stage: Stage, world: int, limit: int) -> Layout:
+    """Place `params` (in order of use) into buckets of at most `limit` elements, in reverse order of use.
+
+    A parameter larger than `limit` has a bucket of its own. Pure and deterministic: every rank that passes the same
+    arguments gets the same layout.
+    """
+    filling: dict[BucketKey, list[ParamSpec]] = {}
+    sizes: dict[BucketKey, int] = {}
+    closed: list[tuple[BucketKey, list[ParamSpec]]] = []
+    for spec in reversed(params):
+        key = BucketKey(spec.dtype, spec.grad_dtype, spec.group)
+        size = align(spec.numel)
+        if key in filling and sizes[key] + size > limit:
+            closed.append((key, filling.pop(key)))
+        if key not in filling:
+            filling[key], sizes[key] = [], 0
+        filling[key].append(spec)
+        sizes[key] += size
+    order = {spec.fqn: position for position, spec in enumerate(reversed(params))}
+    closed.extend(filling.items())
+    closed.sort(key=lambda item: order[item[1][-1].fqn])
+    return Layout(stage, world, tuple(_lay_out(i, key, specs, world) for i, (key, specs) in enumerate(closed)))
+
+
+def _lay_out(index: int, key: BucketKey, specs: Iterable[ParamSpec], world: int) -> Bucket:
+    slots, at = [], 0
+    for spec in specs:
+        slots.append(Slot(spec.fqn, spec.shape, at, spec.numel))
+        at += align(spec.numel)
+    # Offsets do not depend on the world size; only the padding at the end does. At least one unit per rank, so that
+    # a bucket of zero-element parameters still has a place for them.
+    return Bucket(index, key, tuple(slots), align(max(at, 1), ALIGNMENT * world), world)

@@ -1,0 +1,408 @@
+"""The user's torch optimizer, updating flat shards instead of parameters.
+
+A *run* is a stretch of neighbouring parameters in one bucket that share their history: one long tensor for the
+optimizer. A bucket starts as one run. A parameter that no rank used in a step keeps its value and its moments, as in
+plain PyTorch, so its history parts from its neighbours' and the run splits there. State belongs to the parameter's
+name: it is exported and restored per parameter, whatever the runs were.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from sheer.errors import UsageError
+from sheer.layout import Bucket, Interval, Slot, overlap
+
+_ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
+    {
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.ASGD,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    }
+)
+
+
+MASTER = "(master)"
+"""Key under which a parked parameter's fp32 value is kept; never written to a checkpoint."""
+
+
+class Master(NamedTuple):
+    """What this rank updates of one bucket: elements [owned] of it, in the optimizer's dtype."""
+
+    bucket: Bucket
+    owned: Interval
+    tensor: torch.Tensor
+
+
+class StateForm:
+    """How one kind of optimizer state relates to its parameter (values of `FlatOptimizer.forms`)."""
+
+    ELEMENT = "element"
+    """One value per element of the parameter; sharded with it."""
+    SCALAR = "scalar"
+    """One 0-d tensor per parameter, e.g. Adam's step."""
+    WHOLE = "whole"
+    """A tensor of its own shape per parameter, e.g. Adafactor's row statistics."""
+    NUMBER = "number"
+    """A Python number per parameter."""
+
+
+class StatePiece(NamedTuple):
+    """A part of one state of one parameter: elements [start, start + len(data)) of the flattened `shape`."""
+
+    key: str
+    fqn: str
+    shape: tuple[int, ...]
+    start: int
+    data: torch.Tensor
+
+
+class SavedState(NamedTuple):
+    """What a checkpoint says of one state of one parameter."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(eq=False)
+class Run:
+    """Elements `span` of bucket `master`, as the optimizer sees them."""
+
+    master: int
+    span: Interval
+    tensor: torch.Tensor
+
+
+def needs_whole_tensors(base: torch.optim.Optimizer) -> bool:
+    """Whether an update depends on more than the element itself (LAMB, Adafactor, Muon ...), found by trying.
+
+    Three steps on a small matrix are compared with three on its flattened halves. The optimizer's own state is not
+    touched. An optimizer that cannot be tried counts as needing whole tensors.
+    """
+    if type(base) in _ELEMENTWISE:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(8, 6, generator=generator)
+    grads = [torch.randn(8, 6, generator=generator) for _ in range(3)]
+    whole, parts = start.clone(), [half.clone() for half in start.view(2, 24)]
+    try:
+        _try_steps(base, [whole], [[grad] for grad in grads])
+        _try_steps(base, parts, [list(grad.view(2, 24)) for grad in grads])
+    except Exception:
+        return True
+    return not torch.allclose(whole.reshape(-1), torch.cat(parts), rtol=1e-5, atol=1e-7)
+
+
+def _try_steps(base: torch.optim.Optimizer, tensors: list[torch.Tensor], grads: list[list[torch.Tensor]]) -> None:
+    trial = copy.copy(base)
+    options = {key: copy.deepcopy(value) for key, value in base.param_groups[0].items() if key != "params"}
+    trial.param_groups = [{**options, "params": tensors}]
+    trial.state = defaultdict(dict)
+    trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    for step in grads:
+        for tensor, grad in zip(tensors, step, strict=True):
+            tensor.grad = grad.clone()
+        type(base).step(trial)
+
+
+class FlatOptimizer:
+    """Drives `base` over the masters. Groups stay 1:1 with the user's, and stay the same dict objects."""
+
+    def __init__(
+        self,
+        base: torch.optim.Optimizer,
+        masters: Sequence[Master],
+        *,
+        given: list[list[torch.Tensor]] | None = None,
+    ) -> None:
+        self.base = base
+        self.masters = tuple(masters)
+        self.whole_tensors = needs_whole_tensors(base)
+        if self.whole_tensors:
+            self._require_whole()
+        self.given = given or [list(group["params"]) for group in base.param_groups]
+        """The user's parameters of each group, to give back in the end."""
+        self.parked: list[StatePiece] = []
+        """State of parameters that do not train now, kept on one rank each until they do again."""
+        self._parked_forms: dict[str, str] = {}
+        base.state.clear()
+        self._set_runs([run for index in range(len(self.masters)) for run in self._first_runs(index)])
+
+    def _require_whole(self) -> None:
+        for master in self.masters:
+            if master.owned.numel != master.bucket.numel:
+                raise UsageError(
+                    f"{type(self.base).__name__} updates a parameter by more than its own element (its shape or norm), "
+                    "so it cannot work on shards of flat buffers. Allowed: zero_optimization.stage 0, or an "
+                    "element-wise optimizer such as AdamW at stages 1 and 2."
+                )
+
+    def _first_runs(self, index: int) -> Iterator[Run]:
+        master = self.masters[index]
+        if not self.whole_tensors:
+            yield self._run(index, master.owned)
+            return
+        for slot in master.bucket.slots:
+            run = self._run(index, Interval(slot.start, slot.stop))
+            run.tensor = run.tensor.view(slot.shape)
+            yield run
+
+    def _run(self, index: int, span: Interval) -> Run:
+        master = self.masters[index]
+        return Run(index, span, master.tensor[span.start - master.owned.start : span.stop - master.owned.start])
+
+    def _set_runs(self, runs: list[Run]) -> None:
+        self.runs = runs
+        for number, group in enumerate(self.base.param_groups):
+            group["params"][:] = [r.tensor for r in runs if self.masters[r.master].bucket.key.group == number]
+
+    # --- update -----------------------------------------------------------------------------------------------------
+
+    def update(self, grads: Sequence[torch.Tensor], *, unused: Collection[str] = ()) -> None:
+        """One optimizer step with `grads` (one per master: [owned], its dtype); parameters in `unused` keep still."""
+        if unused:
+            self._isolate(frozenset(unused))
+        for run in self.runs:
+            if unused and all(slot.fqn in unused for slot in self._slots(run)):
+                continue
+            start = self.masters[run.master].owned.start
+            run.tensor.grad = grads[run.master][run.span.start - start : run.span.stop - start].view_as(run.tensor)
+        self.base.step()
+        for run in self.runs:
+            run.tensor.grad = None
+
+    def _slots(self, run: Run) -> list[Slot]:
+        """The parameters that have elements in this run (padding has none)."""
+        slots = self.masters[run.master].bucket.slots
+        return [slot for slot in slots if overlap(Interval(slot.start, slot.stop), run.span) is not None]
+
+    def _isolate(self, unused: frozenset[str]) -> None:
+        runs = []
+        for run in self.runs:
+            spans = self._spans(run, unused)
+            runs.extend(self._split(run, spans) if len(spans) > 1 else [run])
+        if len(runs) != len(self.runs):
+            self._set_runs(runs)
+
+    def _spans(self, run: Run, unused: frozenset[str]) -> list[Interval]:
+        """`run` cut where neighbours differ in being used; padding goes with what stands before it."""
+        stretches = [list(group) for _, group in groupby(self._slots(run), key=lambda slot: slot.fqn in unused)]
+        cuts = [run.span.start, *(stretch[0].start for stretch in stretches[1:]), run.span.stop]
+        return [Interval(start, stop) for start, stop in pairwise(cuts)]
+
+    def _split(self, run: Run, spans: Sequence[Interval]) -> list[Run]:
+        state = self.base.state.pop(run.tensor, None)
+        parts = [self._run(run.master, span) for span in spans]
+        for part in parts if state else ():
+            start, stop = part.span.start - run.span.start, part.span.stop - run.span.start
+            self.base.state[part.tensor] = {
+                key: value[start:stop] if _form(value, run) == StateForm.ELEMENT else copy.deepcopy(value)
+                for key, value in state.items()
+            }
+        return parts
+
+    # --- state by name ----------------------------------------------------------------------------------------------
+
+    def forms(self) -> dict[str, str]:
+        """The `StateForm` of every state there is on this rank."""
+        forms = dict(self._parked_forms)
+        for run in self.runs:
+            for key, value in self.base.state.get(run.tensor, {}).items():
+                # A 0-d parameter cannot tell the two apart; its neighbours can.
+                if value is not None and forms.get(key) != StateForm.ELEMENT:
+                    forms[key] = self._checked_form(key, value, run)
+        return forms
+
+    def _checked_form(self, key: str, value: object, run: Run) -> str:
+        form = _form(value, run)
+        if form is None:
+            raise UsageError(
+                f"optimizer state {key!r} of {type(self.base).__name__} is a {type(value).__name__}; tensors and "
+                "numbers can be saved"
+            )
+        if form == StateForm.WHOLE and not self.whole_tensors:
+            raise UsageError(
+                f"optimizer state {key!r} of {type(self.base).__name__} has shape {tuple(value.shape)}, "  # type: ignore[attr-defined]
+                "which is neither one value per element nor one value; it cannot be assigned to a parameter"
+            )
+        return form
+
+    def export(self, *, within: Mapping[int, Interval] | None = None) -> Iterator[StatePiece]:
+        """The state of this rank's elements, per parameter; of `within` (by master index) where given.
+
+        A state that is not per element goes out where the parameter's first element is.
+        """
+        yield from (piece for piece in self.parked if piece.key != MASTER)
+        forms = self.forms()
+        for run in self.runs:
+            master = self.masters[run.master]
+            span = overlap(run.span, within[run.master]) if within is not None else run.span
+            if span is None:
+                continue
+            for key, value in self.base.state.get(run.tensor, {}).items():
+                if value is None:
+                    continue
+                element = forms[key] == StateForm.ELEMENT
+                for piece in master.bucket.pieces(span):
+                    if element:
+                        at = piece.offset - run.span.start
+                        data = value.reshape(-1)[at : at + piece.stop - piece.start]
+                        yield StatePiece(key, piece.fqn, piece.shape, piece.start, data)
+                    elif piece.start == 0:
+                        whole = torch.as_tensor(value)
+                        yield StatePiece(key, piece.fqn, tuple(whole.shape), 0, whole.reshape(-1))
+
+    def blank(
+        self,
+        saved: Mapping[str, Mapping[str, SavedState]],
+        forms: Mapping[str, str],
+        *,
+        rank: int,
+        world: int,
+    ) -> _Incoming:
+        """Room for the state that was saved of this rank's elements: `saved` by name and key.
+
+        Parameters that do not train here are parked, whole, on one rank each. Fill the `pieces` of what is returned,
+        then hand it to `adopt`.
+        """
+        trained = {slot.fqn for master in self.masters for slot in master.bucket.slots}
+        idle = [fqn for fqn in sorted(saved) if fqn not in trained]
+        return _Incoming(self, saved, forms, parked=idle[rank::world])
+
+    def adopt(self, incoming: _Incoming) -> None:
+        """Make `incoming` the optimizer's state; parameters it does not mention start afresh."""
+        self.base.state.clear()
+        runs: list[Run] = []
+        for index in range(len(self.masters)):
+            for run, state in incoming.runs(index):
+                runs.append(run)
+                if state:
+                    self.base.state[run.tensor] = state
+        self._set_runs(runs)
+        self.parked = incoming.parked
+        self._parked_forms = {piece.key: incoming.forms[piece.key] for piece in incoming.parked if piece.key != MASTER}
+
+    def reset(self) -> None:
+        """Forget all state, as if no step had been taken."""
+        self.base.state.clear()
+        self.parked, self._parked_forms = [], {}
+
+    def release(self) -> None:
+        """Give the user's optimizer its own parameters back."""
+        self.base.state.clear()
+        for group, given in zip(self.base.param_groups, self.given, strict=True):
+            group["params"][:] = given
+        self.runs = []
+
+
+def _form(value: object, run: Run) -> str | None:
+    if isinstance(value, torch.Tensor):
+        if value.shape == run.tensor.shape and value.dim() > 0:
+            return StateForm.ELEMENT
+        return StateForm.SCALAR if value.dim() == 0 else StateForm.WHOLE
+    return StateForm.NUMBER if isinstance(value, (int, float)) else None
+
+
+class _Incoming:
+    """Buffers for a checkpoint's optimizer state, before it is adopted."""
+
+    def __init__(
+        self,
+        optimizer: FlatOptimizer,
+        saved: Mapping[str, Mapping[str, SavedState]],
+        forms: Mapping[str, str],
+        *,
+        parked: Sequence[str],
+    ) -> None:
+        self._optimizer = optimizer
+        self._saved = saved
+        self.forms = forms
+        self._elements: dict[tuple[int, str], torch.Tensor] = {}
+        self._others: dict[tuple[str, str], torch.Tensor] = {}
+        self.pieces: list[StatePiece] = []
+        for index, master in enumerate(optimizer.masters):
+            for piece in master.bucket.pieces(master.owned):
+                for key, state in saved.get(piece.fqn, {}).items():
+                    self._want(index, master, piece, key, state)
+        self.parked = [
+            StatePiece(key, fqn, state.shape, 0, torch.zeros(prod(state.shape), dtype=state.dtype))
+            for fqn in parked
+            for key, state in saved[fqn].items()
+        ]
+        self.pieces += self.parked
+
+    def _want(self, index: int, master: Master, piece: Any, key: str, state: SavedState) -> None:
+        if self.forms.get(key) == StateForm.ELEMENT:
+            if (index, key) not in self._elements:
+                self._elements[index, key] = torch.zeros(
+                    master.owned.numel, dtype=state.dtype, device=master.tensor.device
+                )
+            at = piece.offset - master.owned.start
+            data = self._elements[index, key][at : at + piece.stop - piece.start]
+            self.pieces.append(StatePiece(key, piece.fqn, piece.shape, piece.start, data))
+        else:
+            data = torch.zeros(state.shape, dtype=state.dtype)
+            self._others[piece.fqn, key] = data
+            self.pieces.append(StatePiece(key, piece.fqn, state.shape, 0, data.view(-1)))
+
+    def runs(self, index: int) -> Iterator[tuple[Run, dict[str, Any]]]:
+        """The runs of one master: neighbours whose state is alike but for their elements."""
+        optimizer = self._optimizer
+        master = optimizer.masters[index]
+        slots = [s for s in master.bucket.slots if overlap(Interval(s.start, s.stop), master.owned) is not None]
+        if optimizer.whole_tensors:
+            stretches = [[slot] for slot in master.bucket.slots]
+        else:
+            stretches = [list(group) for _, group in groupby(slots, key=self._history)]
+        starts = [max(stretch[0].start, master.owned.start) for stretch in stretches]
+        cuts = [*starts, master.owned.stop]
+        cuts[0] = master.owned.start
+        for stretch, start, stop in zip(stretches, cuts[:-1], cuts[1:], strict=True):
+            yield self._restored(index, stretch[0], Interval(start, stop))
+        if not stretches:
+            yield optimizer._run(index, master.owned), {}
+
+    def _history(self, slot: Slot) -> tuple[tuple[str, float | None], ...]:
+        return tuple(
+            (key, self._others[slot.fqn, key].item() if (slot.fqn, key) in self._others else None)
+            for key in sorted(self._saved.get(slot.fqn, {}))
+        )
+
+    def _restored(self, index: int, first: Slot, span: Interval) -> tuple[Run, dict[str, Any]]:
+        optimizer = self._optimizer
+        master = optimizer.masters[index]
+        if optimizer.whole_tensors:
+            span = Interval(first.start, first.stop)
+        run = optimizer._run(index, span)
+        if optimizer.whole_tensors:
+            run.tensor = run.tensor.view(first.shape)
+        group = optimizer.base.param_groups[master.bucket.key.group or 0]
+        on_device = bool(group.get("fused") or group.get("capturable"))
+        state: dict[str, Any] = {}
+        for key in self._saved.get(first.fqn, {}):
+            form = self.forms.get(key)
+            if form == StateForm.ELEMENT:
+                at = span.start - master.owned.start
+                state[key] = self._elements[index, key][at : at + span.numel].view_as(run.tensor)
+            elif form == StateForm.NUMBER:
+                state[key] = self._others[first.fqn, key].item()
+            else:
+                value = self._others[first.fqn, key].clone()
+                state[key] = value.to(master.tensor.device) if on_device or form == StateForm.WHOLE else value
+        return run, state

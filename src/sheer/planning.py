@@ -1,0 +1,136 @@
+"""From a module and a config to a layout, a runtime and a flat optimizer; and from one such plan to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+
+from sheer import layout as layouts
+from sheer import restate
+from sheer.comm import Axis
+from sheer.config import Config
+from sheer.layout import Layout, ParamSpec
+from sheer.optim.flat import MASTER, FlatOptimizer, Master, StateForm, StatePiece
+from sheer.zero import LOW_PRECISION, Wiring, ZeroRuntime
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Plan(NamedTuple):
+    """A layout and what runs it."""
+
+    layout: Layout
+    runtime: ZeroRuntime
+    optimizer: FlatOptimizer | None
+
+
+def make_layout(
+    params: Mapping[str, torch.nn.Parameter], *, config: Config, group_of: Mapping[str, int], world: int
+) -> Layout:
+    """Where each piece of `params` lives. Pure: no process group."""
+    section = config.zero_optimization
+    specs = [_spec(fqn, param, config, group_of) for fqn, param in params.items()]
+    limit = layouts.bucket_limit(sum(spec.numel for spec in specs), section.reduce_bucket_size)
+    return layouts.plan(specs, stage=layouts.STAGES[section.stage], world=world, limit=limit)
+
+
+def _spec(fqn: str, param: torch.nn.Parameter, config: Config, group_of: Mapping[str, int]) -> ParamSpec:
+    dtype = _compute_dtype(param, config)
+    grad_dtype = torch.float32 if dtype in LOW_PRECISION else dtype
+    chosen = config.data_types.grad_accum_dtype
+    if chosen is not None and dtype.is_floating_point:
+        grad_dtype = DTYPES[chosen]
+    group = group_of.get(fqn) if param.requires_grad else None
+    return ParamSpec(fqn, tuple(param.shape), dtype, grad_dtype, group)
+
+
+def _compute_dtype(param: torch.nn.Parameter, config: Config) -> torch.dtype:
+    if not param.is_floating_point():
+        return param.dtype
+    if config.bf16.enabled:
+        return torch.bfloat16
+    return torch.float16 if config.fp16.enabled else param.dtype
+
+
+def build(
+    params: Mapping[str, torch.nn.Parameter],
+    *,
+    config: Config,
+    group_of: Mapping[str, int],
+    base: torch.optim.Optimizer | None,
+    axis: Axis,
+    device: torch.device,
+) -> Plan:
+    """Lay `params` out and make it run. Collective: parameters become rank 0's."""
+    layout = make_layout(params, config=config, group_of=group_of, world=axis.size)
+    runtime = _make_runtime(layout, params, config=config, axis=axis, device=device)
+    return Plan(layout, runtime, None if base is None else FlatOptimizer(base, _masters(runtime)))
+
+
+def _make_runtime(
+    layout: Layout, params: Mapping[str, torch.nn.Parameter], *, config: Config, axis: Axis, device: torch.device
+) -> ZeroRuntime:
+    wire = config.communication_data_type
+    prescale = 1.0 / config.gradient_predivide_factor if config.prescale_gradients else 1.0
+    wiring = Wiring(None if wire is None else DTYPES[wire], prescale)
+    return ZeroRuntime(layout, params, axis=axis, device=device, wiring=wiring)
+
+
+def _masters(runtime: ZeroRuntime) -> list[Master]:
+    return [Master(grad.flat.plan, grad.flat.owned, grad.flat.master) for grad in runtime.grads]
+
+
+def rebuild(
+    old: Plan,
+    params: Mapping[str, torch.nn.Parameter],
+    *,
+    config: Config,
+    group_of: Mapping[str, int],
+    axis: Axis,
+    device: torch.device,
+) -> Plan:
+    """A new plan after parameters were frozen or unfrozen: masters and optimizer state go with their names.
+
+    Collective.
+    """
+    optimizer = old.optimizer
+    pieces = [] if optimizer is None else _everything(optimizer)
+    offers = restate.describe(pieces, axis)
+    forms = {} if optimizer is None else merged_forms(optimizer, axis)
+    old.runtime.remove_hooks()
+    layout = make_layout(params, config=config, group_of=group_of, world=axis.size)
+    runtime = _make_runtime(layout, params, config=config, axis=axis, device=device)
+    if optimizer is None:
+        return Plan(layout, runtime, None)
+    renewed = FlatOptimizer(optimizer.base, _masters(runtime), given=optimizer.given)
+    saved = restate.saved_states(offers)
+    trained = {slot.fqn for bucket in layout.buckets if bucket.trainable for slot in bucket.slots}
+    with_master = {fqn for fqn in trained if saved.get(fqn, {}).pop(MASTER, None) is not None}
+    incoming = renewed.blank(saved, forms | {MASTER: StateForm.ELEMENT}, rank=axis.rank, world=axis.size)
+    masters = [piece for piece in _master_pieces(renewed) if piece.fqn in with_master]
+    restate.fill([*incoming.pieces, *masters], restate.wholes(pieces, offers, axis=axis, device=device))
+    renewed.adopt(incoming)
+    return Plan(layout, runtime, renewed)
+
+
+def _everything(optimizer: FlatOptimizer) -> list[StatePiece]:
+    parked = [piece for piece in optimizer.parked if piece.key == MASTER]
+    return [*optimizer.export(), *_master_pieces(optimizer), *parked]
+
+
+def merged_forms(optimizer: FlatOptimizer, axis: Axis) -> dict[str, str]:
+    """The form of every optimizer state on any rank. Collective."""
+    merged: dict[str, str] = {}
+    for forms in axis.gather_objects(optimizer.forms()):
+        merged.update(forms)
+    return merged
+
+
+def _master_pieces(optimizer: FlatOptimizer) -> Iterator[StatePiece]:
+    for master in optimizer.masters:
+        for piece in master.bucket.pieces(master.owned):
+            at = piece.offset - master.owned.start
+            data = master.tensor[at : at + piece.stop - piece.start]
+            yield StatePiece(MASTER, piece.fqn, piece.shape, piece.start, data)

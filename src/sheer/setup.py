@@ -1,0 +1,313 @@
+"""From a model and a config to an engine: the recipe, in order."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from sheer import comm, observe, persist
+from sheer import device as devices
+from sheer.comm import Axis
+from sheer.compiler import Compiler
+from sheer.config import Config, resolve_batch
+from sheer.data import ResumableLoader, build_loader
+from sheer.engine import Engine, Parts
+from sheer.errors import ConfigError, UsageError
+from sheer.monitor import build_monitors
+from sheer.observe import Teller
+from sheer.optim.handle import ShardedOptimizer
+from sheer.optim.loss_scale import build_loss_scale
+from sheer.optim.registry import optimizer_factory
+from sheer.optim.schedules import build_scheduler
+from sheer.zero import runtime_of
+
+ConfigSource = Config | Mapping[str, Any] | str | os.PathLike[str]
+OptimizerSource = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
+
+
+class Initialized(NamedTuple):
+    """What `initialize` returns; unpacks as DeepSpeed's four."""
+
+    engine: Engine
+    optimizer: ShardedOptimizer | None
+    training_dataloader: ResumableLoader | None
+    lr_scheduler: Any
+
+
+def initialize(
+    args: Any = None,
+    model: torch.nn.Module | None = None,
+    optimizer: OptimizerSource | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: ConfigSource | None = None,
+    mesh_param: Any = None,
+    config_params: ConfigSource | None = None,
+) -> Initialized:
+    """Make `model` train as `config` says, without wrapping it. Collective: every rank calls it with the same model.
+
+    Args:
+        model: the module to train; it stays the object it is. Its parameters become views of flat buffers.
+        optimizer: a torch optimizer over the model's parameters, or a function of the parameters that returns one;
+            by default the one `config` names.
+        model_parameters: what the config's (or the function's) optimizer trains: parameters or group dicts; by default
+            all parameters of the model.
+        training_data: a data set; its loader comes back, sharded over ranks and resumable.
+        lr_scheduler: a scheduler over `optimizer`, or a function of the optimizer that returns one.
+        config: path of a JSON file, a dict, or a `Config`. `config_params` and `args.deepspeed_config` are other
+            spellings of it.
+
+    The process group is joined if a launcher (torchrun) describes one and nobody has; with no launcher one process
+    trains alone.
+
+    Raises:
+        ConfigError, UsageError, DataError: on every rank, before the model is touched, naming what is wrong.
+    """
+    _refuse(distributed_port=distributed_port, mpu=mpu, mesh_param=mesh_param)
+    module = _check_model(model)
+    settings = Config.load(_one_config(args, config, config_params))
+    observe.ensure_handler()
+    device = devices.pick(devices.local_rank())
+    devices.activate(device)
+    made_group = dist_init_required is not False and comm.init_process_group(device)
+    axis = comm.data_axis()
+    batch = resolve_batch(settings, axis.size)
+    teller = Teller(speaks=axis.rank == 0)
+    module.to(device)
+    base = _build_optimizer(module, optimizer, model_parameters, settings)
+    groups = _group_of(module, base, teller)
+    _check_same_model(module, axis)
+    _start_from_rank_0(module, axis)
+    compiler = _build_compiler(module, settings, teller)
+    engine = Engine(
+        Parts(
+            module=module,
+            config=settings,
+            batch=batch,
+            axis=axis,
+            device=device,
+            base_optimizer=base,
+            group_of=groups,
+            loss_scale=_build_loss_scale(settings),
+            compiler=compiler,
+            monitors=_build_monitors(settings, axis),
+            teller=teller,
+            leave=comm.destroy_process_group if made_group else _stay,
+        )
+    )
+    engine.lr_scheduler = _build_scheduler(lr_scheduler, base, settings)
+    if training_data is not None:
+        engine.training_dataloader = _build_loader(training_data, collate_fn, settings, axis, batch.micro)
+    if settings.compile.enabled:
+        compiler.enable()
+    return Initialized(engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler)
+
+
+# --- what was given ---------------------------------------------------------------------------------------------------
+
+
+def _stay() -> None:
+    """Whoever made the process group leaves it."""
+
+
+def _refuse(*, distributed_port: int | None, mpu: Any, mesh_param: Any) -> None:
+    if mpu is not None or mesh_param is not None:
+        raise UsageError("mpu and mesh_param are not supported: there is one data-parallel axis of all ranks")
+    if distributed_port is not None and "MASTER_PORT" not in os.environ:
+        raise UsageError(
+            f"distributed_port={distributed_port} has no effect here: the launcher chooses the port "
+            "(torchrun --master-port)"
+        )
+
+
+def _one_config(args: Any, config: ConfigSource | None, config_params: ConfigSource | None) -> ConfigSource:
+    from_args = getattr(args, "deepspeed_config", None)
+    given = {"config": config, "config_params": config_params, "args.deepspeed_config": from_args}
+    present = {name: value for name, value in given.items() if value is not None}
+    if len(present) != 1:
+        found = " and ".join(present) if present else "none of them"
+        raise ConfigError(f"give the config once, as config=path, dict or Config; found {found} of {', '.join(given)}")
+    return cast(ConfigSource, next(iter(present.values())))
+
+
+def _check_model(model: torch.nn.Module | None) -> torch.nn.Module:
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
+        raise UsageError(f"model is wrapped in {type(model).__name__}; pass the module inside it (model.module)")
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    for fqn, tensor in tensors:
+        if tensor.is_meta:
+            raise UsageError(f"{fqn!r} is on the meta device and has no values; materialise the model first (to_empty)")
+        if torch.nn.parameter.is_lazy(tensor):
+            raise UsageError(f"{fqn!r} is a lazy parameter without a shape; run one forward before sheer.initialize")
+    taken = next((fqn for fqn, param in model.named_parameters() if runtime_of(param) is not None), None)
+    if taken is not None:
+        raise UsageError(f"parameter {taken!r} is already trained by an engine; call its destroy() first")
+    _check_memory(model)
+    return model
+
+
+def _check_memory(model: torch.nn.Module) -> None:
+    """Two Parameter objects over one memory would come apart in flat buffers; refuse what is a tie in disguise."""
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for fqn, param in model.named_parameters():
+        if param.numel() and param.layout is torch.strided:
+            start = param.data_ptr()
+            stop = start + param.element_size() * (
+                1 + sum((n - 1) * s for n, s in zip(param.shape, param.stride(), strict=True))
+            )
+            spans.setdefault(param.untyped_storage().data_ptr(), []).append((start, stop, fqn))
+    for found in spans.values():
+        found.sort()
+        for (_, stop, first), (start, _, second) in pairwise(found):
+            if start < stop:
+                raise UsageError(
+                    f"parameters {first!r} and {second!r} are two Parameter objects over the same memory; tie them by "
+                    "assigning one Parameter to both places"
+                )
+
+
+# --- optimizer and schedule -------------------------------------------------------------------------------------------
+
+
+def _build_optimizer(
+    module: torch.nn.Module, given: OptimizerSource | None, model_parameters: Iterable[Any] | None, config: Config
+) -> torch.optim.Optimizer | None:
+    if isinstance(given, torch.optim.Optimizer):
+        if isinstance(given, ShardedOptimizer):
+            raise UsageError("optimizer is an engine's own; pass the torch optimizer you would train with")
+        return given
+    parameters = list(module.parameters()) if model_parameters is None else list(model_parameters)
+    if given is not None:
+        if not callable(given):
+            raise UsageError(
+                f"optimizer must be a torch optimizer or a function returning one, not {type(given).__name__}"
+            )
+        built = given(parameters)
+        if not isinstance(built, torch.optim.Optimizer):
+            raise UsageError(f"the optimizer function returned {type(built).__name__}, not a torch optimizer")
+        return built
+    if config.optimizer is None:
+        return None
+    if not parameters:
+        raise UsageError("the model has no parameters for the optimizer in the config to train")
+    recipe = optimizer_factory(config.optimizer.type, config.optimizer.params)
+    return recipe.cls(parameters, **recipe.kwargs)
+
+
+def _group_of(module: torch.nn.Module, base: torch.optim.Optimizer | None, teller: Teller) -> dict[str, int]:
+    """Parameter name -> index of its group. Parameters in no group are said: they would silently never train."""
+    if base is None:
+        return {}
+    params, _ties = persist.names_and_ties(module)
+    names = {id(param): fqn for fqn, param in params.items()}
+    groups: dict[str, int] = {}
+    for number, group in enumerate(base.param_groups):
+        for position, param in enumerate(group["params"]):
+            if id(param) not in names:
+                raise UsageError(
+                    f"optimizer group {number}, parameter {position} of shape {tuple(param.shape)} is not a parameter "
+                    "of the model; build the optimizer over model.parameters() of the model that is passed"
+                )
+            groups[names[id(param)]] = number
+    left_out = [fqn for fqn, param in params.items() if param.requires_grad and fqn not in groups]
+    if left_out:
+        teller.warn(
+            f"{len(left_out)} parameters that require grad are in no optimizer group and will not train: "
+            f"{', '.join(left_out[:5])}{' ...' if len(left_out) > 5 else ''}"
+        )
+    return groups
+
+
+def _build_scheduler(given: Any, base: torch.optim.Optimizer | None, config: Config) -> Any:
+    if given is not None and (isinstance(given, torch.optim.lr_scheduler.LRScheduler) or not callable(given)):
+        return given
+    if given is None and config.scheduler is None:
+        return None
+    if base is None:
+        raise UsageError(
+            "a scheduler needs an optimizer: give one to sheer.initialize, or set `optimizer` in its config"
+        )
+    if given is not None:
+        return given(base)
+    assert config.scheduler is not None
+    return build_scheduler(config.scheduler.type, config.scheduler.params, base)
+
+
+def _build_loss_scale(config: Config) -> Any:
+    section = config.fp16
+    if not section.enabled:
+        return None
+    return build_loss_scale(
+        loss_scale=section.loss_scale,
+        initial_scale_power=section.initial_scale_power,
+        loss_scale_window=section.loss_scale_window,
+        hysteresis=section.hysteresis,
+        consecutive_hysteresis=section.consecutive_hysteresis,
+        min_loss_scale=section.min_loss_scale,
+    )
+
+
+# --- the rest ---------------------------------------------------------------------------------------------------------
+
+
+def _check_same_model(module: torch.nn.Module, axis: Axis) -> None:
+    mine = {fqn: (tuple(p.shape), str(p.dtype), p.requires_grad) for fqn, p in module.named_parameters()}
+    error = None
+    reference = axis.broadcast_object(mine)
+    for fqn in sorted(mine.keys() | reference.keys()):
+        if mine.get(fqn) != reference.get(fqn):
+            error = UsageError(
+                f"parameter {fqn!r} is {mine.get(fqn, 'absent')} here and {reference.get(fqn, 'absent')} on rank 0; "
+                "build the same model on every rank"
+            )
+            break
+    axis.agree(error, doing="sheer.initialize: comparing the model of all ranks")
+
+
+def _start_from_rank_0(module: torch.nn.Module, axis: Axis) -> None:
+    """Buffers; parameters follow when their buckets are filled."""
+    for buffer in module.buffers():
+        contiguous = buffer.detach().contiguous()
+        axis.broadcast(contiguous)
+        if contiguous.data_ptr() != buffer.data_ptr():
+            buffer.detach().copy_(contiguous)
+
+
+def _build_compiler(module: torch.nn.Module, config: Config, teller: Teller) -> Compiler:
+    section = config.compile
+    return Compiler(module, backend=section.backend, kwargs=section.kwargs, scope=section.scope, teller=teller)
+
+
+def _build_monitors(config: Config, axis: Axis) -> Any:
+    if axis.rank != 0:
+        return ()
+    return tuple(build_monitors(csv_monitor=config.csv_monitor, tensorboard=config.tensorboard, wandb=config.wandb))
+
+
+def _build_loader(
+    dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, config: Config, axis: Axis, micro_batch: int
+) -> ResumableLoader:
+    section = config.data_loader
+    return build_loader(
+        dataset,
+        micro_batch=micro_batch,
+        rank=axis.rank,
+        world=axis.size,
+        collate_fn=collate_fn,
+        shuffle=section.shuffle,
+        seed=section.seed,
+        drop_last=config.dataloader_drop_last,
+        num_workers=section.num_workers,
+        pin_memory=section.pin_memory,
+    )

@@ -1,0 +1,146 @@
+"""DeepSpeed's names for reading an engine, for the scripts that use them. Nothing here changes anything."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from sheer.comm import Axis
+    from sheer.config import BatchSizes, Config
+    from sheer.observe import StepResult
+
+
+class DeepSpeedNames:
+    """Read-only methods and attributes under the names that DeepSpeed's users know. A base of `Engine` only."""
+
+    _config: Config
+    _batch: BatchSizes
+    _axis: Axis
+    _applied: bool
+    _loss_scale_value: float
+    module: torch.nn.Module
+    last_step: StepResult | None
+
+    # --- batch ---
+
+    def train_batch_size(self) -> int:
+        """Samples per optimizer step, over all ranks."""
+        return self._batch.train
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples per forward, on one rank."""
+        return self._batch.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step, on one rank."""
+        return self._batch.accumulation
+
+    # --- last step ---
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step` call updated parameters (not off the boundary, not on overflow)."""
+        return self._applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """2-norm of the last step's averaged gradient, before clipping; None before the first step."""
+        return None if self.last_step is None else self.last_step.grad_norm
+
+    # --- configuration ---
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration as the user gave it."""
+        return self._config.raw
+
+    def gradient_clipping(self) -> float:
+        """The clipping norm; 0 means off."""
+        return self._config.gradient_clipping
+
+    def steps_per_print(self) -> int | None:
+        """Steps between log lines; None means never."""
+        return self._config.steps_per_print
+
+    def zero_optimization_stage(self) -> int:
+        """The ZeRO stage, 0 to 3."""
+        return self._config.zero_optimization.stage
+
+    def zero_optimization(self) -> bool:
+        """Whether anything is sharded."""
+        return self._config.zero_optimization.stage > 0
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Whether gradients are sharded between micro-batches."""
+        return self._config.zero_optimization.stage >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether parameters are sharded at rest."""
+        return self._config.zero_optimization.stage >= 3
+
+    def fp16_enabled(self) -> bool:
+        """Whether parameters are float16."""
+        return self._config.fp16.enabled
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether parameters are bfloat16."""
+        return self._config.bf16.enabled
+
+    def torch_autocast_enabled(self) -> bool:
+        """Whether the forward runs under autocast."""
+        return self._config.torch_autocast.enabled
+
+    def loss_scale(self) -> float:
+        """The fp16 loss scale in force; 1.0 at other precisions."""
+        return self._loss_scale_value
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale adapts."""
+        return self._config.fp16.enabled and self._config.fp16.loss_scale == 0
+
+    def optimizer_name(self) -> str | None:
+        """The optimizer's name in the configuration."""
+        return None if self._config.optimizer is None else self._config.optimizer.type
+
+    def optimizer_params(self) -> dict[str, Any] | None:
+        """The optimizer's arguments in the configuration."""
+        return None if self._config.optimizer is None else dict(self._config.optimizer.params)
+
+    def scheduler_name(self) -> str | None:
+        """The schedule's name in the configuration."""
+        return None if self._config.scheduler is None else self._config.scheduler.type
+
+    def scheduler_params(self) -> dict[str, Any] | None:
+        """The schedule's arguments in the configuration."""
+        return None if self._config.scheduler is None else dict(self._config.scheduler.params)
+
+    # --- ranks ---
+
+    @property
+    def rank(self) -> int:
+        """This process's rank on the data axis."""
+        return self._axis.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._axis.size
+
+    @property
+    def global_rank(self) -> int:
+        """Same as `rank` while there is one axis."""
+        return self._axis.rank
+
+    @property
+    def dp_world_size(self) -> int:
+        """Ranks on the data axis."""
+        return self._axis.size
+
+    def get_data_parallel_rank(self) -> int:
+        """This process's rank on the data axis."""
+        return self._axis.rank
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The process group of the data axis; None with one process."""
+        return self._axis.group

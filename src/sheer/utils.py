@@ -1,0 +1,153 @@
+"""Reading and writing one parameter's full state while it is sharded, by DeepSpeed's names. All are collective."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from sheer import restate
+from sheer.errors import UsageError, did_you_mean
+from sheer.optim.flat import StateForm
+from sheer.zero import runtime_of
+
+if TYPE_CHECKING:
+    from sheer.engine import Engine
+    from sheer.zero.grads import BucketGrad
+
+
+def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
+    """The parameter's fp32 value (its master where it has one), full shape, a copy. None if no engine trains it."""
+    found = _find(param)
+    if found is None:
+        return None
+    engine, grad, index = found
+    grad.flat.absorb()
+    return _full(engine, grad, index, grad.flat.master).float()
+
+
+def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Overwrite the parameter and its master with `value` (full shape, equal on all ranks)."""
+    engine, grad, index = _required(param)
+    _write(grad, index, grad.flat.master, value)
+    with torch.no_grad():
+        param.copy_(value)
+    del engine
+
+
+def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
+    """The mean gradient over ranks and micro-batches, full shape, a copy, without the loss scale; between backward and
+    step. None where there is none, or no engine trains the parameter."""
+    found = _find(param)
+    if found is None:
+        return None
+    engine, grad, index = found
+    engine.reduce_now()
+    if not grad.used[index] and not _used_anywhere(engine, grad, index):
+        return None
+    return _full(engine, grad, index, grad.owned()).float() / engine.loss_scale()
+
+
+def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Overwrite the mean gradient that the coming step will use (full shape, equal on all ranks)."""
+    engine, grad, index = _required(param)
+    engine.reduce_now()
+    grad.used[index] = 1
+    _write(grad, index, grad.owned(), value * engine.loss_scale())
+
+
+def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """One optimizer state of the parameter ("exp_avg", "step", ...), full shape, a copy; None before the first step."""
+    found = _find(param)
+    if found is None:
+        return None
+    engine, grad, index = found
+    optimizer = engine.flat_optimizer()
+    fqn = grad.flat.plan.slots[index].fqn
+    pieces = [piece for piece in optimizer.export() if piece.fqn == fqn]
+    offers = restate.describe(pieces, engine.axis)
+    states = restate.saved_states(offers).get(fqn, {})
+    if not states:
+        return None
+    if optim_state_key not in states:
+        raise UsageError(
+            f"{fqn!r} has no optimizer state {optim_state_key!r}; it has {sorted(states)}."
+            f"{did_you_mean(optim_state_key, states)}"
+        )
+    everything = restate.wholes(pieces, offers, axis=engine.axis, device=engine.device)
+    return {whole.key: whole.tensor for whole in everything}[optim_state_key]
+
+
+def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Overwrite one per-element optimizer state of the parameter (full shape, equal on all ranks)."""
+    engine, grad, index = _required(param)
+    optimizer = engine.flat_optimizer()
+    slot = grad.flat.plan.slots[index]
+    if optimizer.forms().get(optim_state_key) != StateForm.ELEMENT:
+        raise UsageError(
+            f"{slot.fqn!r}: {optim_state_key!r} is not a per-element optimizer state; there are "
+            f"{sorted(key for key, form in optimizer.forms().items() if form == StateForm.ELEMENT)}"
+        )
+    _check_shape(slot.fqn, slot.shape, value)
+    flat = value.reshape(-1)
+    for piece in optimizer.export():
+        if piece.fqn == slot.fqn and piece.key == optim_state_key:
+            piece.data.copy_(flat[piece.start : piece.start + piece.data.numel()])
+
+
+# --- finding and moving -----------------------------------------------------------------------------------------------
+
+
+def _find(param: torch.nn.Parameter) -> tuple[Engine, BucketGrad, int] | None:
+    runtime = runtime_of(param)
+    engine = None if runtime is None or runtime.owner is None else runtime.owner()
+    if runtime is None or engine is None:
+        return None
+    for grad in runtime.grads:
+        for index, one in enumerate(grad.flat.params):
+            if one is param:
+                return engine, grad, index  # type: ignore[return-value]
+    return None
+
+
+def _required(param: torch.nn.Parameter) -> tuple[Engine, BucketGrad, int]:
+    found = _find(param)
+    if found is None:
+        raise UsageError(f"a tensor of shape {tuple(param.shape)} is no parameter that a living engine trains")
+    return found
+
+
+def _used_anywhere(engine: Engine, grad: BucketGrad, index: int) -> bool:
+    return any(engine.axis.gather_objects(bool(grad.used[index])))
+
+
+def _full(engine: Engine, grad: BucketGrad, index: int, owned: torch.Tensor) -> torch.Tensor:
+    """The whole of parameter `index`, put together from every rank's `owned` part of its bucket."""
+    bucket, slot = grad.flat.plan, grad.flat.plan.slots[index]
+    mine = grad.flat.owned
+    full = torch.zeros(slot.numel, dtype=owned.dtype, device=owned.device)
+    if mine.numel == bucket.numel:
+        return full.copy_(owned[slot.start : slot.stop]).view(slot.shape)
+    for rank in range(engine.axis.size):
+        for piece in bucket.pieces(bucket.shard(rank)):
+            if piece.fqn != slot.fqn or piece.start == piece.stop:
+                continue
+            part = full[piece.start : piece.stop]
+            if rank == engine.axis.rank:
+                part.copy_(owned[piece.offset - mine.start :][: piece.stop - piece.start])
+            engine.axis.broadcast(part, source=rank)
+    return full.view(slot.shape)
+
+
+def _write(grad: BucketGrad, index: int, owned: torch.Tensor, value: torch.Tensor) -> None:
+    slot, mine = grad.flat.plan.slots[index], grad.flat.owned
+    _check_shape(slot.fqn, slot.shape, value)
+    flat = value.detach().reshape(-1)
+    for piece in grad.flat.plan.pieces(mine):
+        if piece.fqn == slot.fqn:
+            owned[piece.offset - mine.start :][: piece.stop - piece.start].copy_(flat[piece.start : piece.stop])
+
+
+def _check_shape(fqn: str, shape: tuple[int, ...], value: torch.Tensor) -> None:
+    if tuple(value.shape) != shape:
+        raise UsageError(f"{fqn!r} has shape {shape}, the value given has {tuple(value.shape)}")

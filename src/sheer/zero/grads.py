@@ -1,0 +1,331 @@
+"""A bucket's gradients: accumulated in a flat buffer, reduced over the data axis.
+
+A bucket's gradient is *open* while backward may write into it, *in flight* while a lane holds it, *reduced* after. The
+first gradient of a parameter is copied into its view (no zero fill) and `.grad` becomes that view, so that autograd
+accumulates the next ones in place. While a bucket is in flight its parameters' `.grad` is None: a late gradient (a
+reentrant checkpoint, a second backward) then arrives in a tensor of its own and reopens the bucket.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from enum import Enum
+from typing import NamedTuple, final
+
+import torch
+
+from sheer.comm import Arena, Lane, Ticket
+from sheer.errors import UsageError
+from sheer.layout import Interval, Placement
+from sheer.zero.flat import FlatBucket
+
+
+class GradState(Enum):
+    """Where a bucket's gradient is between two steps."""
+
+    EMPTY = "nothing since the last step"
+    OPEN = "local sums, backward may add to them"
+    IN_FLIGHT = "a lane reduces it"
+    REDUCED = "summed over the axis"
+
+
+class Wire(NamedTuple):
+    """How gradients travel."""
+
+    dtype: torch.dtype
+    """They are rounded to this for the sum."""
+    prescale: float
+    """Multiplied in before the sum (1 unless a pre-divide factor is set); averaging undoes it."""
+
+
+class BucketGrad(ABC):
+    """The gradient of one trainable bucket; see the two placements below.
+
+    local   [numel]  P  accumulation dtype; `.grad` of every parameter is a view of it while open
+    """
+
+    def __init__(self, flat: FlatBucket, *, rank: int, target: Placement, lane: Lane, arena: Arena, wire: Wire) -> None:
+        self.flat = flat
+        self.state = GradState.EMPTY
+        self.shard: Interval = flat.plan.shard(rank)
+        self.visible = target is Placement.REPLICATED
+        """Whether `.grad` can show the reduced gradient (it can where all of it is here)."""
+        count = len(flat.params)
+        self.used = bytearray(count)
+        """Parameters that got a gradient since the last step."""
+        self.pending = count
+        """How many parameters this backward still has to reach."""
+        self._target = target
+        self._lane = lane
+        self._arena = arena
+        self._wire = wire
+        self._ticket: Ticket | None = None
+        self._has = bytearray(count)  # the view holds this parameter's gradient
+        self._detached = bytearray(count)  # we took `.grad` away; what is in the view still counts
+        self._shown = bytearray(count)  # `.grad` shows the reduced gradient
+        self._reached = bytearray(count)
+        self._scale = 1.0  # of what is in the views, relative to the plain sum
+        self._local: torch.Tensor | None = None
+        self._views: list[torch.Tensor] = []
+
+    # --- backward ---------------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """A new backward starts: every parameter has yet to be reached. Must come before autograd's first write."""
+        self.pending = len(self._reached)
+        self._reached = bytearray(self.pending)
+        if self.state is GradState.REDUCED and self.visible:
+            self.heed_user()
+            self._detach()
+
+    def take(self, index: int) -> bool:
+        """Parameter `index` has its gradient (called from its hook). True when it was the bucket's last."""
+        if self.state is not GradState.OPEN:
+            if self._shown[index]:
+                raise UsageError(
+                    f"parameter {self.flat.plan.slots[index].fqn!r}: a backward reached it after its gradient had been "
+                    "reduced, and neither engine(...) nor engine.backward(...) announced it. Call the model through "
+                    "the engine, or use engine.backward(loss)."
+                )
+            self._open()
+        param, view = self.flat.params[index], self._views[index]
+        grad = param.grad
+        if grad is not view and grad is not None:
+            self._put(index, grad)
+            param.grad = view
+        self._has[index] = self.used[index] = 1
+        if self._reached[index]:
+            return False
+        self._reached[index] = 1
+        self.pending -= 1
+        return self.pending == 0
+
+    def _put(self, index: int, grad: torch.Tensor) -> None:
+        view, grad = self._views[index], grad.detach()
+        if grad.layout is not torch.strided:
+            grad = grad.to_dense()
+        if self._has[index] and self._detached[index]:
+            view.add_(grad)
+        elif grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride():
+            view.copy_(grad)
+        self._detached[index] = 0
+
+    def heed_user(self) -> None:
+        """Follow what the user did to `.grad` since: None drops a gradient, another tensor replaces it."""
+        if self.state is not GradState.OPEN and not (self.state is GradState.REDUCED and self.visible):
+            return
+        for index, param in enumerate(self.flat.params):
+            grad, view = param.grad, self._views[index]
+            if grad is view or self._detached[index]:
+                continue
+            if grad is not None:
+                self._put(index, grad)
+                param.grad = view
+                self._has[index] = self.used[index] = 1
+            elif self._has[index]:
+                view.zero_()
+                self._has[index] = self.used[index] = 0
+
+    # --- reduction --------------------------------------------------------------------------------------------------
+
+    def launch(self) -> None:
+        """Submit the reduction of what is here; parameters without a gradient count as zero."""
+        if self.state is not GradState.OPEN:
+            self._open()
+        self.heed_user()
+        assert self._local is not None
+        for index, has in enumerate(self._has):
+            if not has:
+                self._views[index].zero_()
+        self._detach()
+        sent = self._to_wire(self._local)
+        own = sent[self.shard.start : self.shard.stop]
+        what = f"reduction of bucket {self.flat.plan.index} ({self.flat.plan.slots[-1].fqn})"
+        self.state = GradState.IN_FLIGHT
+        if self._target is Placement.REPLICATED:
+            self._ticket = self._lane.all_reduce(sent, what=what)
+            self._sent, self._part = sent, sent
+        else:
+            self._ticket = self._lane.reduce_scatter(own, sent, what=what)
+            self._sent, self._part = sent, own
+
+    def _detach(self) -> None:
+        for param in self.flat.params:
+            param.grad = None
+        count = len(self._has)
+        self._detached, self._shown = bytearray(b"\x01") * count, bytearray(count)
+
+    def _to_wire(self, local: torch.Tensor) -> torch.Tensor:
+        if self._wire.prescale != 1.0:
+            local.mul_(self._wire.prescale)
+        if self._wire.dtype is local.dtype:
+            return local
+        sent = self._arena.acquire(local.numel(), self._wire.dtype)
+        return sent.copy_(local)
+
+    def land(self) -> None:
+        """Wait for the reduction and put its result where it belongs."""
+        if self.state is not GradState.IN_FLIGHT:
+            return
+        assert self._ticket is not None
+        self._ticket.wait()
+        self._settle(self._part)
+        if self._sent is not self._local:
+            self._arena.release(self._sent, after=self._ticket)
+        self.state = GradState.REDUCED
+        self._release_local(self._ticket)
+        self._ticket = None
+        del self._sent, self._part
+
+    def average(self, factor: float) -> None:
+        """Turn the sum into a mean: afterwards the owned part is `factor` times the plain sum. Idempotent."""
+        if self._scale != factor:
+            self.owned().mul_(factor / self._scale)
+            self._scale = factor
+        if self.visible:
+            for index, param in enumerate(self.flat.params):
+                if self._has[index]:
+                    param.grad = self._views[index]
+                    self._detached[index], self._shown[index] = 0, 1
+
+    def clear(self) -> None:
+        """Forget this step's gradient; `.grad` becomes None."""
+        self.land()
+        for param in self.flat.params:
+            param.grad = None
+        count = len(self._has)
+        self._has, self._detached, self._shown = bytearray(count), bytearray(count), bytearray(count)
+        self.used = bytearray(count)
+        self._scale = 1.0
+        self.state = GradState.EMPTY
+
+    @abstractmethod
+    def owned(self) -> torch.Tensor:
+        """The reduced gradient of what this rank updates: [owned], accumulation dtype."""
+
+    @abstractmethod
+    def counted(self) -> torch.Tensor:
+        """This rank's shard of the reduced gradient; over all ranks every element is in exactly one."""
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Make the views writable for backward, keeping what has been reduced already."""
+
+    @abstractmethod
+    def _settle(self, part: torch.Tensor) -> None:
+        """Store the sum that has arrived."""
+
+    @abstractmethod
+    def _release_local(self, ticket: Ticket) -> None:
+        """The local buffer has been reduced."""
+
+    def _make_views(self, local: torch.Tensor) -> None:
+        self._local = local
+        self._views = [local[slot.start : slot.stop].view(slot.shape) for slot in self.flat.plan.slots]
+
+
+@final
+class ResidentGrad(BucketGrad):
+    """grad P (stages 0 and 1): the local buffer stays; it is reduced in place at the boundary.
+
+    Reopening turns R or S into P again without communication: every rank keeps its shard and zeroes the rest, so that
+    each element's sum is held by one rank and the next reduction counts it once.
+    """
+
+    def __init__(self, flat: FlatBucket, *, rank: int, target: Placement, lane: Lane, arena: Arena, wire: Wire) -> None:
+        super().__init__(flat, rank=rank, target=target, lane=lane, arena=arena, wire=wire)
+        plan = flat.plan
+        self._make_views(torch.zeros(plan.numel, dtype=plan.key.grad_dtype, device=flat.full.device))
+
+    @property
+    def _buffer(self) -> torch.Tensor:
+        assert self._local is not None
+        return self._local
+
+    def owned(self) -> torch.Tensor:
+        """See `BucketGrad`."""
+        return self._buffer[self.flat.owned.start : self.flat.owned.stop]
+
+    def counted(self) -> torch.Tensor:
+        """See `BucketGrad`."""
+        return self._buffer[self.shard.start : self.shard.stop]
+
+    def _open(self) -> None:
+        self.land()
+        if self.state is GradState.REDUCED:
+            self._buffer[: self.shard.start].zero_()
+            self._buffer[self.shard.stop :].zero_()
+            if self._scale != 1.0:
+                self.counted().mul_(1.0 / self._scale)
+                self._scale = 1.0
+        self.state = GradState.OPEN
+
+    def _settle(self, part: torch.Tensor) -> None:
+        self._scale = self._wire.prescale
+        home = self._buffer if self._target is Placement.REPLICATED else self.counted()
+        if part.data_ptr() != home.data_ptr():
+            home.copy_(part)
+
+    def _release_local(self, ticket: Ticket) -> None:
+        """It stays."""
+
+
+@final
+class ShardedGrad(BucketGrad):
+    """grad S (stages 2 and 3): the local buffer lives from a backward's first gradient to its reduction; the sum over
+    micro-batches is kept as this rank's shard.
+
+    summed  [shard]  S  accumulation dtype
+    """
+
+    def __init__(self, flat: FlatBucket, *, rank: int, target: Placement, lane: Lane, arena: Arena, wire: Wire) -> None:
+        super().__init__(flat, rank=rank, target=target, lane=lane, arena=arena, wire=wire)
+        plan = flat.plan
+        self._summed = torch.zeros(self.shard.numel, dtype=plan.key.grad_dtype, device=flat.full.device)
+        self._fresh = True  # nothing has been summed since the last step
+        self._gaps = sum(slot.numel for slot in plan.slots) != plan.numel
+
+    def owned(self) -> torch.Tensor:
+        """See `BucketGrad`."""
+        return self._summed
+
+    def counted(self) -> torch.Tensor:
+        """See `BucketGrad`."""
+        return self._summed
+
+    def clear(self) -> None:
+        """See `BucketGrad`."""
+        if self.state is GradState.OPEN:  # a backward that was never reduced
+            self._drop_local()
+        super().clear()
+        self._fresh = True
+
+    def _open(self) -> None:
+        self.land()
+        plan = self.flat.plan
+        local = self._arena.acquire(plan.numel, plan.key.grad_dtype)
+        if self._gaps:
+            local.zero_()
+        self._make_views(local)
+        count = len(self._has)
+        self._has, self._detached = bytearray(count), bytearray(count)
+        self.state = GradState.OPEN
+
+    def _settle(self, part: torch.Tensor) -> None:
+        if self._fresh:
+            self._summed.copy_(part)
+        else:
+            self._summed.add_(part)
+        self._fresh, self._scale = False, self._wire.prescale
+
+    def _release_local(self, ticket: Ticket) -> None:
+        assert self._local is not None
+        self._arena.release(self._local, after=ticket)
+        self._local, self._views = None, []
+
+    def _drop_local(self) -> None:
+        assert self._local is not None
+        for param in self.flat.params:
+            param.grad = None
+        self._arena.forget(self._local)
+        self._local, self._views = None, []

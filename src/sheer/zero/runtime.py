@@ -1,0 +1,302 @@
+"""Running a layout: gradients are reduced while backward still runs, updated parameters are gathered.
+
+Buckets are launched in plan order on every rank, every bucket at every reduction, so that no rank-dependent branch of
+a model can make ranks disagree about what they communicate. All ranks must run the same number of backwards.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch.utils import _pytree
+
+from sheer.comm import Arena, Axis, Lane
+from sheer.layout import Layout, Placement
+from sheer.zero.flat import FlatBucket
+from sheer.zero.grads import BucketGrad, GradState, ResidentGrad, ShardedGrad, Wire
+
+MAX_IN_FLIGHT = 2
+"""Leased gradient buffers under reduction at one time: one travels while the next fills."""
+
+_GRADS: Mapping[Placement, type[ResidentGrad | ShardedGrad]] = {
+    Placement.PARTIAL: ResidentGrad,
+    Placement.SHARDED: ShardedGrad,
+}
+
+
+class Wiring(NamedTuple):
+    """What the gradients' journey is configured with."""
+
+    dtype: torch.dtype | None
+    """Wire dtype; None is each bucket's compute dtype."""
+    prescale: float
+
+
+class ZeroRuntime:
+    """The buckets of one model on one axis. Collective to build: ranks start from rank 0's parameters."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        params: Mapping[str, torch.nn.Parameter],
+        *,
+        axis: Axis,
+        device: torch.device,
+        wiring: Wiring,
+    ) -> None:
+        self.layout = layout
+        self.axis = axis
+        self.lane = Lane(axis)
+        self.arena = Arena(device)
+        self.owner: weakref.ref[object] | None = None
+        """The engine that drives it, for who comes from a parameter."""
+        self.reducing = False
+        """Whether the next backward reduces; set by the engine, which knows the accumulation boundary."""
+        self.mean_factor = 1.0
+        """What turns the sum over ranks and micro-batches into the mean; set by the engine for each step."""
+        self.reduced = False
+        """Whether every bucket has been launched since gradients last arrived."""
+        self.running = False
+        """Whether a backward has begun and not finished."""
+        self.flats = tuple(
+            FlatBucket(
+                bucket,
+                [params[slot.fqn] for slot in bucket.slots],
+                owned=layout.owned(bucket, axis.rank),
+                axis=axis,
+                device=device,
+            )
+            for bucket in layout.buckets
+        )
+        self.grads = tuple(self._make_grad(flat, wiring) for flat in self.flats if flat.plan.trainable)
+        self._all_used = torch.ones(sum(len(grad.flat.params) for grad in self.grads), device=device)
+        self._next = 0
+        self._in_flight: deque[BucketGrad] = deque()
+        self._announced = False
+        self._arrived = False
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(GradHook(self, grad, index))  # type: ignore[no-untyped-call]
+            for grad in self.grads
+            for index, param in enumerate(grad.flat.params)
+        ]
+
+    def _make_grad(self, flat: FlatBucket, wiring: Wiring) -> BucketGrad:
+        wire = Wire(wiring.dtype or flat.plan.key.dtype, wiring.prescale)
+        make = _GRADS[self.layout.stage.grad]
+        target = self.layout.stage.optim
+        return make(flat, rank=self.axis.rank, target=target, lane=self.lane, arena=self.arena, wire=wire)
+
+    # --- backward ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward that the engine runs itself: announces it and finishes it."""
+        self._begin()
+        self._announced = True
+        yield
+        self.finish()
+
+    def watch(self, outputs: object) -> None:
+        """Announce the backward that will start at these forward outputs, before its first gradient arrives.
+
+        The hook is on the outputs' graph nodes, so the outermost backward is the one that is seen, reentrant
+        checkpoints inside it notwithstanding.
+        """
+        if not torch.is_grad_enabled():
+            return
+        reference = weakref.ref(self)
+
+        def announce(_grads: object) -> None:
+            runtime = reference()
+            if runtime is not None and not runtime._announced:
+                runtime._begin()
+                runtime._announced = True
+                _at_end_of_backward(runtime)
+
+        for leaf in _pytree.tree_leaves(outputs):
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                leaf.grad_fn.register_prehook(announce)
+
+    def _begin(self) -> None:
+        self.running, self.reduced, self._arrived = True, False, False
+        self._next = 0
+        for grad in self.grads:
+            grad.begin_backward()
+
+    def _on_grad(self, grad: BucketGrad, index: int) -> None:
+        if not self.running:  # nobody announced this backward: the model was called around the engine
+            self._begin()
+            _at_end_of_backward(self)
+        self._arrived = True
+        if grad.state is not GradState.OPEN:
+            self._make_room()
+        if grad.take(index) and self.reducing:
+            while self._next < len(self.grads) and self.grads[self._next].pending == 0:
+                self._launch(self.grads[self._next])
+                self._next += 1
+
+    def _make_room(self) -> None:
+        while len(self._in_flight) >= MAX_IN_FLIGHT:
+            self._in_flight.popleft().land()
+
+    def _launch(self, grad: BucketGrad) -> None:
+        self._make_room()
+        grad.launch()
+        if self.layout.stage.grad is Placement.SHARDED:
+            self._in_flight.append(grad)
+
+    def _finish_announced(self) -> None:
+        if self._arrived:
+            self.finish()
+        else:  # torch.autograd.grad: it accumulates nothing
+            self._announced = self.running = False
+
+    def finish(self) -> None:
+        """The backward is over: launch what is left, so that every bucket has been, and show what can be shown."""
+        self._announced = self.running = False
+        if not self.reducing:
+            return
+        for index, grad in enumerate(self.grads):
+            if index >= self._next or grad.state is GradState.OPEN:
+                self._launch(grad)
+        self._next = len(self.grads)
+        self.reduced = True
+        if self.layout.stage.optim is Placement.REPLICATED:
+            self._average()
+
+    def _average(self) -> None:
+        self._in_flight.clear()
+        for grad in self.grads:
+            grad.land()
+            grad.average(self.mean_factor)
+
+    def complete(self) -> None:
+        """Everything is reduced and averaged afterwards; gradients that no backward reduced are reduced now."""
+        self.reducing = True
+        if not self.reduced:
+            self._next = 0
+            self.finish()
+        for grad in self.grads:
+            grad.heed_user()
+        self._average()
+
+    def abort(self) -> None:
+        """A backward has failed. Finish what other ranks expect of this one, then forget the whole step's gradients."""
+        self.finish()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all gradients; `.grad` of every managed parameter becomes None."""
+        self._in_flight.clear()
+        for grad in self.grads:
+            grad.clear()
+        self.reduced = False
+
+    @property
+    def dirty(self) -> bool:
+        """Whether any gradient has arrived since the last step."""
+        return any(grad.state is not GradState.EMPTY for grad in self.grads)
+
+    def unused_here(self) -> frozenset[str]:
+        """Trainable parameters without a gradient on this rank in this step."""
+        return frozenset(
+            slot.fqn
+            for grad in self.grads
+            if not all(grad.used)
+            for slot, used in zip(grad.flat.plan.slots, grad.used, strict=True)
+            if not used
+        )
+
+    def usage(self) -> torch.Tensor:
+        """1.0 for every trainable parameter that got a gradient on this rank, in plan order; summed over ranks it says
+        what nobody used."""
+        if all(all(grad.used) for grad in self.grads):
+            return self._all_used
+        flags = [float(used) for grad in self.grads for used in grad.used]
+        return torch.tensor(flags, dtype=torch.float32).to(self._all_used.device)
+
+    def names_where(self, flags: torch.Tensor) -> list[str]:
+        """The trainable parameters, in plan order, where `flags` holds. Looks at the device."""
+        names = [slot.fqn for grad in self.grads for slot in grad.flat.plan.slots]
+        return [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
+
+    # --- parameters -------------------------------------------------------------------------------------------------
+
+    def heed_user(self) -> list[str]:
+        """Take in what the user changed in parameters since the last step. Returns names whose `.data` was replaced."""
+        adopted = [fqn for flat in self.flats for fqn in flat.adopt()]
+        for flat in self.flats:
+            flat.absorb()
+        return adopted
+
+    def publish(self, *, frozen: bool = False) -> None:
+        """Masters into parameters, and parameters to every rank, in order of use; `frozen` ones only on request."""
+        flats = [flat for flat in reversed(self.flats) if flat.plan.trainable or frozen]
+        tickets = []
+        for flat in flats:
+            flat.publish()
+            if self.layout.stage.optim is Placement.SHARDED:
+                tickets.append(flat.gather(self.lane))  # travels while the next is rounded
+        for ticket in tickets:
+            ticket.wait()
+
+    def remove_hooks(self) -> None:
+        """Stop listening to parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def destroy(self) -> None:
+        """Take the hooks away, give parameters memory of their own, free the buffers."""
+        self.remove_hooks()
+        self.clear()
+        for flat in self.flats:
+            flat.release()
+        self.arena.trim()
+        self.flats, self.grads = (), ()
+
+
+class GradHook:
+    """What the engine puts on a trainable parameter: called when autograd has accumulated its gradient.
+
+    Weak, so that a parameter never keeps an engine alive. It is also how a parameter leads back to its engine.
+    """
+
+    __slots__ = ("_grad", "_index", "_runtime")
+
+    def __init__(self, runtime: ZeroRuntime, grad: BucketGrad, index: int) -> None:
+        self._runtime, self._grad, self._index = weakref.ref(runtime), weakref.ref(grad), index
+
+    def __call__(self, _param: torch.Tensor) -> None:
+        """Autograd has accumulated the parameter's gradient."""
+        runtime, grad = self._runtime(), self._grad()
+        if runtime is not None and grad is not None:
+            runtime._on_grad(grad, self._index)
+
+    @property
+    def runtime(self) -> ZeroRuntime | None:
+        """The runtime it belongs to; None once that is gone."""
+        return self._runtime()
+
+
+def runtime_of(param: torch.Tensor) -> ZeroRuntime | None:
+    """The runtime that trains `param`; None where none does."""
+    hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+    found = [hook.runtime for hook in hooks.values() if isinstance(hook, GradHook)]
+    return next((runtime for runtime in found if runtime is not None), None)
+
+
+def _at_end_of_backward(runtime: ZeroRuntime) -> None:
+    reference = weakref.ref(runtime)
+
+    def finish() -> None:
+        live = reference()
+        if live is not None and live.running:
+            live._finish_announced()
+
+    torch.autograd.Variable._execution_engine.queue_callback(finish)
