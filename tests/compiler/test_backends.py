@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -89,6 +92,12 @@ def test_options_given_by_the_user_are_not_changed() -> None:
     model(tokens())
     assert list(options) == ["guard_filter_fn"]
     assert list(kwargs) == ["options"]
+
+
+def test_importing_the_room_does_not_import_dynamo() -> None:
+    program = "import torch, sheer.compiler, sys; print('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 def test_disable_in_kwargs_compiles_nothing_and_says_so() -> None:

@@ -232,6 +232,36 @@ def test_keywords_reach_the_compiled_forward() -> None:
         model.blocks[0](x, scal=0.25)
 
 
+def test_parameters_moved_into_one_flat_buffer_stay_one_graph() -> None:
+    model = net()
+    compiler = compiled(model, backend="aot_eager")
+    plain = twin(model)
+    run(model, tokens())
+    parameters = list(model.parameters())
+    starts = [128 * i for i in range(len(parameters))]
+    flat = torch.zeros(starts[-1] + 128)
+    for start, parameter in zip(starts, parameters, strict=True):
+        flat[start : start + parameter.numel()] = parameter.detach().flatten()
+        parameter.data = flat[start : start + parameter.numel()].view_as(parameter)
+    assert_same(run(model, tokens()), run(plain, tokens()))
+    flat.mul_(0.5)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.mul_(0.5)
+    assert_same(run(model, tokens()), run(plain, tokens()))
+    assert compiler.report.graphs == 1
+
+
+def test_inference_mode_before_training() -> None:
+    model = net()
+    compiled(model, backend="aot_eager")
+    with torch.inference_mode():
+        before = model(tokens())
+    found = run(model, tokens())
+    assert_same(found, run(twin(model), tokens()))
+    assert torch.equal(before, found.output)
+
+
 def test_tied_and_shared_modules() -> None:
     model = net()
     model.head.weight = model.embed.weight

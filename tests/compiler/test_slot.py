@@ -220,6 +220,7 @@ def test_functional_call_and_transforms_use_the_weights_they_are_given() -> None
     assert torch.equal(block(x), plain(x))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_export_fx_and_jit_trace_see_the_plain_module() -> None:
     model = nn.Sequential(Block(), Block())
     compiled(model)
@@ -228,6 +229,7 @@ def test_export_fx_and_jit_trace_see_the_plain_module() -> None:
     wanted = twin(model)(x)
     assert torch.equal(torch.export.export(model, (x,)).module()(x), wanted)
     assert torch.equal(torch.fx.symbolic_trace(model)(x), wanted)
+    assert torch.equal(torch.jit.trace(model, (x,))(x), wanted)
 
 
 class Counting(TorchDispatchMode):

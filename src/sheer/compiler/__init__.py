@@ -73,8 +73,12 @@ class Compiler:
         self._teller = teller
         self._forwards = Forwards(backend=self._backend, kwargs=self._kwargs, report=self.report)
         self._slots: dict[str, Slot] = {}
-        if scope == "auto" and self.targets == ("",):
-            teller.info(f"compile: {type(module).__name__} has no repeated blocks, so it is compiled whole")
+        if self.targets == ("",):
+            why = "" if scope == "module" else ", which has no repeated blocks,"
+            teller.info(
+                f"compile: {type(module).__name__}{why} is compiled whole; its gradients are all ready at the end of"
+                " its backward, so reducing them does not overlap it"
+            )
 
     @property
     def enabled(self) -> bool:

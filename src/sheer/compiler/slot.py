@@ -89,7 +89,8 @@ class Below:
 class Slot:
     """Called by torch in the place of `module._call_impl`, for one module, which it knows only weakly.
 
-    `gate` and `forward` are set by the `Compiler`; either may be None.
+    `gate` and `forward` are set by the `Compiler`; either may be None. One way of copying is beyond it: `copy.copy` of
+    a module whose own `__getstate__` keeps all of `__dict__` shares the slot, and so calls the original.
     """
 
     def __init__(self, module: nn.Module, *, fqn: str, report: Report) -> None:
