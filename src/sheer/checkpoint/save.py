@@ -149,6 +149,10 @@ def _check_whole(offers: Sequence[_Offer]) -> set[Key]:
 
 
 def _write(aside: Path, rank: int, shards: Sequence[Shard]) -> Written:
+    if not aside.is_dir():
+        raise CheckpointError(
+            f"{aside}, which rank 0 made, cannot be seen from rank {rank}. All ranks save to one shared directory."
+        )
     with explained(f"cannot write to {aside}"):
         return write_shards(aside / f"rank{rank:05d}.safetensors", shards)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from sheer.errors import SheerError
 
 # Name of the sub-command -> the module that registers it.
-COMMANDS = {"demo": "sheer.cli.demo", "config": "sheer.cli.config"}
+COMMANDS = {"demo": "sheer.cli.demo", "config": "sheer.cli.config", "ckpt": "sheer.cli.ckpt"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
