@@ -1,52 +1,38 @@
-"""What the demo shows while it trains: a bar on a terminal, a line every few seconds elsewhere."""
+"""What the demo shows while it trains: what it waits for, then the progress of the steps."""
 
 from __future__ import annotations
 
-import time
+import sys
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.status import Status
 
-LINE_EVERY = 5.0
-"""Seconds between two lines where there is no terminal."""
+from sheer.monitor import Progress
 
 
 class Face:
-    """Turns the workers' events into something to look at. A context manager, for the bar's sake."""
+    """Turns the workers' events into something to look at. A context manager, so that the terminal is given back."""
 
     def __init__(self, console: Console, *, steps: int, tokens_per_step: int, compiles: bool) -> None:
         self._console = console
         self._steps = steps
         self._tokens_per_step = tokens_per_step
-        self._first = "compiling the blocks" if compiles else "first step"
-        self._said_at = float("-inf")
-        self._steady_since: float | None = None
-        self._steady_steps = 0
+        self._first = "compiling the blocks" if compiles else "the first step"
+        self._waiting: Status | None = None
+        self._progress: Progress | None = None
         self.step = 0
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}"),
-            TextColumn("eta"),
-            TimeRemainingColumn(compact=True),
-            console=console,
-            disable=not console.is_terminal,
-            # An estimate over the last minute; over the first step's compilation it would be wrong for long.
-            speed_estimate_period=60.0,
-        )
-        self._task = self._bar.add_task("starting", total=steps, numbers="")
+        """The last step that a worker has told of."""
 
     def __enter__(self) -> Face:
-        self._bar.start()
+        self._wait_for("starting the workers")
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        self._rest()
 
     def show(self, event: dict[str, Any]) -> None:
         """Show one event."""
@@ -58,30 +44,34 @@ class Face:
         if event["step"]:
             self._say(f"going on from the checkpoint of step {event['step']}")
         self.step = event["step"]
-        self._bar.update(self._task, completed=self.step, description=self._first)
-        if not self._console.is_terminal:
-            self._say(self._first)
+        self._wait_for(self._first)
 
     def _stepped(self, event: dict[str, Any]) -> None:
-        now = time.monotonic()
         self.step = event["step"]
-        if self._steady_since is None:
-            self._steady_since = now
-            # Forget the first step's time, most of which is compilation, in the estimate of what is left.
-            self._bar.reset(self._task, completed=self.step, total=self._steps)
-            return
-        self._steady_steps += 1
-        speed = self._steady_steps / (now - self._steady_since)
-        tokens = f"{speed * self._tokens_per_step:,.0f} tokens/s"
-        numbers = f"loss {event['loss']:.3f}  {tokens}  grad norm {event['grad_norm']:.2f}"
-        self._bar.update(self._task, completed=self.step, description="training", numbers=numbers)
-        if not self._console.is_terminal and (now - self._said_at > LINE_EVERY or self.step == self._steps):
-            self._said_at = now
-            left = (self._steps - self.step) / speed
-            self._say(f"step {self.step}/{self._steps}  {numbers}  eta {left:.0f} s")
+        if self._waiting:
+            self._rest()
+            self._progress = Progress(self._steps, tokens_per_step=self._tokens_per_step, stream=sys.stdout)
+        if self._progress:
+            self._progress.write(self.step, {name: event[name] for name in ("loss", "grad_norm", "lr")})
 
     def _stopping(self, event: dict[str, Any]) -> None:
+        self._rest()
         self._say("stopping: saving at the next step boundary (once more to end at once)")
 
+    def _wait_for(self, what: str) -> None:
+        self._rest()
+        self._waiting = Status(what, console=self._console)
+        self._waiting.start()
+        if not self._console.is_terminal:
+            self._say(what)
+
+    def _rest(self) -> None:
+        """Give the terminal back."""
+        if self._waiting:
+            self._waiting.stop()
+        if self._progress:
+            self._progress.close()
+        self._waiting = self._progress = None
+
     def _say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False)
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -45,6 +45,10 @@ def check_picture_library() -> None:
 
 def finish(folder: Folder, knobs: Knobs, *, picture: bool) -> Findings:
     """Load the trained model with plain PyTorch, evaluate it, and write the sample and the picture."""
+    import torch
+
+    # The model is small: on a busy machine, threads that wait for each other cost more than they give.
+    torch.set_num_threads(1)
     model = load_plain(folder, knobs)
     curve = read_curve(folder.curve)
     validation = validation_loss(model, knobs)
@@ -115,6 +119,6 @@ def running_mean(values: Sequence[float], *, weight: float = 0.05) -> list[float
     return means
 
 
-def excerpt(sample: str, *, lines: int = 12) -> str:
-    """The first lines of the sample, indented."""
-    return textwrap.indent("\n".join(sample.splitlines()[:lines]), "    ")
+def excerpt(sample: str, *, lines: int = 12, width: int = 100) -> str:
+    """The first lines of the sample, cut to `width` characters and indented."""
+    return textwrap.indent("\n".join(line[:width] for line in sample.splitlines()[:lines]), "    ")

@@ -18,7 +18,7 @@ WARMUP_SHARE = 0.1
 class Knobs:
     """What decides the numbers of a run. Two runs with equal knobs give equal curves."""
 
-    steps: int = 560
+    steps: int = 480
     batch: int = 16
     context: int = 128
     width: int = 192

@@ -93,6 +93,7 @@ def resume(engine: Engine, folder: Folder, *, digest: str) -> Start:
     if not (folder.checkpoints / "latest").exists():
         return Start(0, digest)
     _, state = engine.load_checkpoint(folder.checkpoints)
+    assert state is not None  # the demo saves it with every checkpoint
     if state["text"] != digest:
         raise DataError(
             f"{folder.root} was trained on the standard library of another Python; run the demo with that one,"
