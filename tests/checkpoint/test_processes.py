@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
@@ -17,16 +16,16 @@ from sheer.errors import CheckpointError, CommError
 from tests.checkpoint.ranks import cut, same
 
 
-def shared_root(axis: RealAxis) -> Path:
-    """One new directory for all ranks."""
-    return Path(axis.broadcast_object(tempfile.mkdtemp() if axis.rank == 0 else None))
+def shared_root(axis: RealAxis, tmp_path: Path) -> Path:
+    """One new directory for all ranks: each has a `tmp_path` of its own, rank 0's is taken."""
+    return Path(axis.broadcast_object(tmp_path))
 
 
 @pytest.mark.world_size(2, 3)
-def test_save_and_load_over_a_process_group() -> None:
+def test_save_and_load_over_a_process_group(tmp_path: Path) -> None:
     real = data_axis()
     axis: Axis = real
-    root = shared_root(real)
+    root = shared_root(real, tmp_path)
     value = torch.arange(100_000, dtype=torch.float64)
     saved = cut("param", "w", value, cuts=[7, 60_001, 99_999])[axis.rank :: axis.size]
     save(root, "t", shards=saved, facts={}, state={}, rng={"cpu": torch.get_rng_state()}, axis=axis)
@@ -38,9 +37,9 @@ def test_save_and_load_over_a_process_group() -> None:
 
 
 @pytest.mark.world_size(2)
-def test_a_fault_on_one_rank_is_an_error_on_all_and_the_axis_stays_usable() -> None:
+def test_a_fault_on_one_rank_is_an_error_on_all_and_the_axis_stays_usable(tmp_path: Path) -> None:
     axis = data_axis()
-    root = shared_root(axis)
+    root = shared_root(axis, tmp_path)
     pieces = cut("param", "w", torch.ones(1000), cuts=[500])
     shards = [pieces[axis.rank]]
     broken = mock.patch("os.fsync", side_effect=OSError(28, "No space left on device"))
@@ -52,9 +51,9 @@ def test_a_fault_on_one_rank_is_an_error_on_all_and_the_axis_stays_usable() -> N
 
 
 @pytest.mark.world_size(2)
-def test_a_save_on_some_ranks_only_ends_in_an_error_that_names_the_others() -> None:
+def test_a_save_on_some_ranks_only_ends_in_an_error_that_names_the_others(tmp_path: Path) -> None:
     axis = data_axis()
-    root = shared_root(axis)
+    root = shared_root(axis, tmp_path)
     if axis.rank == 0:
         with pytest.raises(CommError, match=r"save_checkpoint.*1"):
             save(root, "t", shards=[], facts={}, state={}, rng={}, axis=axis, timeout=0.5)

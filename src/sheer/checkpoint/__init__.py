@@ -6,9 +6,9 @@ in `index.py`, how a save becomes visible in `folder.py`.
 
 from sheer.checkpoint.folder import find, list_tags
 from sheer.checkpoint.index import Index
-from sheer.checkpoint.load import LoadReport, load, load_full, open_checkpoint, open_together, read_rng, read_state
+from sheer.checkpoint.loading import LoadReport, load, load_full, open_checkpoint, open_together, read_rng, read_state
 from sheer.checkpoint.ranks import Axis, on_first, together
-from sheer.checkpoint.save import save
+from sheer.checkpoint.saving import save
 from sheer.checkpoint.shard import Key, Shard
 
 __all__ = [
