@@ -7,8 +7,9 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -34,7 +35,7 @@ def undisturbed() -> Iterator[None]:
             if handler is not None and signal.getsignal(number) != handler:
                 signal.signal(number, handler)
         _forget_compiled_code()
-        gc.collect()
+        collect_garbage()
 
 
 def _seed() -> None:
@@ -43,24 +44,34 @@ def _seed() -> None:
     torch.manual_seed(SEED)
 
 
+class TorchSetting(NamedTuple):
+    """A global of torch, as it is read and written."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+
+
+TORCH_SETTINGS = (
+    TorchSetting(torch.get_default_dtype, torch.set_default_dtype),
+    TorchSetting(torch.get_default_device, lambda _: torch.set_default_device(None)),  # any device installs a mode
+    TorchSetting(torch.get_num_threads, torch.set_num_threads),
+    TorchSetting(torch.is_grad_enabled, torch.set_grad_enabled),
+    TorchSetting(torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    TorchSetting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    TorchSetting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+)
+
+
 @contextmanager
 def _torch_settings() -> Iterator[None]:
-    dtype, device, threads = torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()
-    grad, anomaly = torch.is_grad_enabled(), torch.is_anomaly_enabled()
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    precision = torch.get_float32_matmul_precision()
+    before = [setting.read() for setting in TORCH_SETTINGS]
     try:
         yield
     finally:
-        torch.set_default_dtype(dtype)
-        if torch.get_default_device() != device:  # setting it, even to what it was, installs a function mode
-            torch.set_default_device(None)
-        torch.set_num_threads(threads)
-        torch.set_grad_enabled(grad)
-        torch.autograd.set_detect_anomaly(anomaly)
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-        torch.set_float32_matmul_precision(precision)
+        for setting, value in zip(TORCH_SETTINGS, before, strict=True):
+            # Only where it differs: some setters import half of the compiler.
+            if setting.read() != value:
+                setting.write(value)
 
 
 def _forget_compiled_code() -> None:
@@ -68,3 +79,9 @@ def _forget_compiled_code() -> None:
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         dynamo.reset()
+
+
+def collect_garbage() -> None:
+    """Free the cycles that a test left. What is still there then is not looked at again after the next test."""
+    gc.collect()
+    gc.freeze()

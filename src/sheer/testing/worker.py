@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
-import gc
 import os
 import queue
 import signal
@@ -25,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore  # public in torch.distributed, but not to mypy
 
-from sheer.testing.isolation import undisturbed
+from sheer.testing.isolation import collect_garbage, undisturbed
 from sheer.testing.wire import CleanUp, Finished, Job, Ready, Setup, Stop, Warned
 
 STACKS_SIGNAL = signal.SIGUSR2
@@ -61,7 +60,8 @@ class RankSession:
 
     def __init__(self, setup: Setup, *, link: Link) -> None:
         self._link = link
-        self._rank, self._port, self._stacks_path = setup["rank"], setup["store_port"], setup["stacks_path"]
+        self._rank, self._port = setup["rank"], setup["store_port"]
+        self._stacks = open(setup["stacks_path"], "a")  # noqa: SIM115  (faulthandler needs it for life)
         self._items: dict[str, dict[str, pytest.Item]] = {}  # by file, then by node id
         self._collect_errors: list[str] = []
         self._reports: list[pytest.TestReport] = []
@@ -79,11 +79,7 @@ class RankSession:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Serve jobs until told to stop."""
-        stacks = open(self._stacks_path, "a")  # noqa: SIM115  (faulthandler needs it for life)
-        faulthandler.enable(stacks)
-        faulthandler.register(STACKS_SIGNAL, stacks, all_threads=True)
-        gc.collect()
-        gc.freeze()  # what is here now stays: the collection after each test need not look at it
+        collect_garbage()
         self._link.send(Ready())
         while not isinstance(message := self._link.receive(), Stop):
             self._serve(message, session)
@@ -111,6 +107,7 @@ class RankSession:
     # -- one job -------------------------------------------------------------------------------------------------
 
     def _serve(self, job: Job, session: pytest.Session) -> None:
+        self._arm_stacks()
         with undisturbed():
             finished = self._run(job, session)
             self._link.send(finished)
@@ -123,6 +120,12 @@ class RankSession:
         if not finished.passed:
             self._expect_clean_up()
         self._link.send(Ready())
+
+    def _arm_stacks(self) -> None:
+        """Have crashes and the pool's signal write the stacks; for each job, since a test may take the signal."""
+        faulthandler.enable(self._stacks)
+        faulthandler.unregister(STACKS_SIGNAL)
+        faulthandler.register(STACKS_SIGNAL, self._stacks, all_threads=True)
 
     def _expect_clean_up(self) -> None:
         message = self._link.receive()
