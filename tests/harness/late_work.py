@@ -32,6 +32,7 @@ BUFFERS = {
     "all_reduce": (("tensor",), ("tensor",)),
     "broadcast": (("tensor",), ("tensor",)),
 }
+GATHERS = {"all_gather_into_tensor", "all_gather_single"}
 
 # The quiet bit is clear and a lower one is set.
 SIGNALLING_NAN = {
@@ -115,13 +116,17 @@ class LateCollectives:
     def launch(self, op: str, real: Callable[..., Any], arguments: dict[str, Any]) -> LateWork:
         """Start the real collective on copies, and lend the caller's buffers to it."""
         reads, writes = BUFFERS[op]
+        if op == "broadcast" and _is_source(arguments):
+            writes = ()
         copies = {name: arguments[name].detach().clone() for name in {*reads, *writes}}
+        first, kept = arguments[reads[0]], copies[reads[0]].clone()
         work = real(**(arguments | copies | {"async_op": True}))
         ranks = dist.get_process_group_ranks(arguments["group"] or dist.group.WORLD)
-        first = arguments[reads[0]]
         self.log.append(Launch(op, first.numel(), first.dtype, tuple(ranks)))
         for name in writes:
             overwrite(arguments[name], poison)
+        if op in GATHERS:  # in place, a rank's own part of the output is its input, which stays readable
+            overwrite(first, lambda t: t.copy_(kept))
         # Taken after the poison, which may lie inside an input (a shard of the buffer that is scattered).
         leases = [Lease("output" if name in writes else "input", arguments[name]) for name in copies]
         self.works.append(LateWork(op, leases, [(arguments[name], copies[name]) for name in writes], work))
@@ -137,6 +142,13 @@ def late_collectives() -> Iterator[LateCollectives]:
     forgotten = [work.op for work in record.in_flight]
     if forgotten:
         raise LeaseViolation(f"never waited on: {', '.join(forgotten)}")
+
+
+def _is_source(arguments: dict[str, Any]) -> bool:
+    group = arguments["group"] or dist.group.WORLD
+    if arguments["group_src"] is not None:
+        return bool(dist.get_rank(group) == arguments["group_src"])
+    return bool(dist.get_rank() == arguments["src"])
 
 
 def _late(op: str, record: LateCollectives) -> Callable[..., Any]:

@@ -60,6 +60,21 @@ def test_in_place_forms(world_size):
     assert gathered.tolist() == [1.0] * 4 + [2.0] * 4
 
 
+def test_what_is_only_sent_may_be_read_in_flight(world_size):
+    """A broadcast's source, and a rank's own part of a gather in place."""
+    sent, gathered = ramp(), torch.zeros(8)
+    own = gathered[4 * rank() : 4 * rank() + 4]
+    own.fill_(rank() + 1.0)
+    with late_collectives():
+        works = [dist.broadcast(sent, group_src=0, async_op=True), dist.all_gather_single(gathered, own, async_op=True)]
+        assert bool(sent.isnan().any()) == (rank() != 0)
+        assert own.tolist() == [rank() + 1.0] * 4
+        assert gathered.isnan().sum() == 4
+        for work in works:
+            work.wait()
+    assert torch.equal(sent, torch.arange(8.0))
+
+
 def test_ranks_may_wait_in_different_orders(world_size):
     other = dist.new_group([0, 1])
     a, b = ramp(), ramp()
