@@ -20,6 +20,7 @@ VOCABULARY = 256
 class GPTConfig:
     """The size of the model. `width` must be a multiple of `heads`."""
 
+    vocabulary: int = VOCABULARY
     context: int = 128
     width: int = 192
     layers: int = 4
@@ -68,11 +69,11 @@ class GPT(nn.Module):
         if config.width % config.heads:
             raise ValueError(f"width {config.width} is not a multiple of heads {config.heads}")
         self.config = config
-        self.embed = nn.Embedding(VOCABULARY, config.width)
+        self.embed = nn.Embedding(config.vocabulary, config.width)
         self.position = nn.Embedding(config.context, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
-        self.head = nn.Linear(config.width, VOCABULARY, bias=False)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         self.head.weight = self.embed.weight
         self.reset_parameters()
 
