@@ -125,11 +125,11 @@ class NativeTransport:
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> tuple[Sequence[dist.Work], Finish | None]:
         """See `Transport`."""
-        return _works(dist.reduce_scatter_tensor(shard, full, group=self._group, async_op=True)), None
+        return _works(dist.reduce_scatter_single(shard, full, group=self._group, async_op=True)), None
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> tuple[Sequence[dist.Work], Finish | None]:
         """See `Transport`."""
-        return _works(dist.all_gather_into_tensor(full, shard, group=self._group, async_op=True)), None
+        return _works(dist.all_gather_single(full, shard, group=self._group, async_op=True)), None
 
 
 class GlooTransport(NativeTransport):

@@ -73,12 +73,7 @@ class Compiler:
         self._teller = teller
         self._forwards = Forwards(backend=self._backend, kwargs=self._kwargs, report=self.report)
         self._slots: dict[str, Slot] = {}
-        if self.targets == ("",):
-            why = "" if scope == "module" else ", which has no repeated blocks,"
-            teller.info(
-                f"compile: {type(module).__name__}{why} is compiled whole; its gradients are all ready at the end of"
-                " its backward, so reducing them does not overlap it"
-            )
+        self._scope = scope
 
     @property
     def enabled(self) -> bool:
@@ -99,9 +94,18 @@ class Compiler:
         module = self._module()
         device = next((p.device for p in module.parameters()), None)
         check_backend(self._backend, kwargs=self._kwargs, device=device)
+        self._say_whole(module)
         self.report.active = True
         for fqn in self.targets:
             self._compile(fqn)
+
+    def _say_whole(self, module: nn.Module) -> None:
+        if self.targets == ("",):
+            why = "" if self._scope == "module" else ", which has no repeated blocks,"
+            self._teller.info(
+                f"compile: {type(module).__name__}{why} is compiled whole; its gradients are all ready at the end of"
+                " its backward, so reducing them does not overlap it"
+            )
 
     def disable(self) -> None:
         """Run everything eagerly again; nothing compiled is left on the module or in dynamo."""
