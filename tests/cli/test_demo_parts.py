@@ -11,6 +11,7 @@ import torch
 
 from sheer.cli import main
 from sheer.cli.demo import examples, folder
+from sheer.cli.demo.finish import smooth
 from sheer.cli.demo.folder import HEADER, Curve, Folder, Point, prepare, read_curve
 from sheer.cli.demo.knobs import Knobs
 from sheer.cli.demo.link import LONGEST_TEXT, Listener, Reporter
@@ -111,16 +112,32 @@ def test_clear_removes_the_run_and_nothing_else(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
+def with_checkpoint(root: Path) -> Folder:
+    run = Folder(root)
+    run.checkpoints.mkdir()
+    (run.checkpoints / "latest").write_text("global_step1")
+    return run
+
+
 def test_a_checkpoint_without_knobs_is_not_gone_on_with(tmp_path: Path) -> None:
-    Folder(tmp_path).checkpoints.mkdir()
-    with pytest.raises(UsageError, match="checkpoints but no knobs"):
+    with_checkpoint(tmp_path)
+    with pytest.raises(UsageError, match=r"its knobs\.json cannot be read .*--fresh"):
         prepare(tmp_path, knobs=Knobs())
 
 
 def test_unreadable_knobs_are_an_error(tmp_path: Path) -> None:
-    Folder(tmp_path).knobs.write_text('{"colour": 1}')
-    with pytest.raises(UsageError, match="--fresh"):
+    with_checkpoint(tmp_path).knobs.write_text('{"colour": 1}')
+    with pytest.raises(UsageError, match=r"colour.*--fresh"):
         prepare(tmp_path, knobs=Knobs())
+
+
+def test_knobs_may_change_until_there_is_a_checkpoint(tmp_path: Path) -> None:
+    prepare(tmp_path, knobs=Knobs(backend="inductr"))
+    run = prepare(tmp_path, knobs=Knobs())
+    assert Knobs.from_json(run.knobs.read_text()) == Knobs()
+    with_checkpoint(tmp_path)
+    with pytest.raises(UsageError, match="--seed was 1234, now 5"):
+        prepare(tmp_path, knobs=Knobs(seed=5))
 
 
 def test_two_demos_in_one_folder_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,6 +165,11 @@ def test_events_arrive_whole_and_in_order() -> None:
     assert list(listener.events(patience=1.0)) == []
     assert listener.ended
     os.close(receive)
+
+
+def test_the_smoothed_curve_keeps_ends_and_straight_lines() -> None:
+    assert smooth([1.0, 2.0, 6.0, 4.0], reach=1) == [1.0, 3.0, 4.0, 4.0]
+    assert smooth([float(value) for value in range(9)]) == list(range(9))
 
 
 def test_the_text_is_split_without_overlap_and_windows_shift_by_one() -> None:

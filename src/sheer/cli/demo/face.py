@@ -22,8 +22,6 @@ class Face:
         self._first = "compiling the blocks" if compiles else "the first step"
         self._waiting: Status | None = None
         self._progress: Progress | None = None
-        self.step = 0
-        """The last step that a worker has told of."""
 
     def __enter__(self) -> Face:
         self._wait_for("starting the workers")
@@ -43,16 +41,14 @@ class Face:
         self._say(f"a GPT of {size:.2f} million parameters, {megabytes:.1f} MB of text to train on")
         if event["step"]:
             self._say(f"going on from the checkpoint of step {event['step']}")
-        self.step = event["step"]
         self._wait_for(self._first)
 
     def _stepped(self, event: dict[str, Any]) -> None:
-        self.step = event["step"]
         if self._waiting:
             self._rest()
             self._progress = Progress(self._steps, tokens_per_step=self._tokens_per_step, stream=sys.stdout)
         if self._progress:
-            self._progress.write(self.step, {name: event[name] for name in ("loss", "grad_norm", "lr")})
+            self._progress.write(event["step"], {name: event[name] for name in ("loss", "grad_norm", "lr")})
 
     def _stopping(self, event: dict[str, Any]) -> None:
         self._rest()
@@ -74,4 +70,4 @@ class Face:
         self._waiting = self._progress = None
 
     def _say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(text)

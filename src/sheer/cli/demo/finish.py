@@ -94,7 +94,7 @@ def write_sample(model: nn.Module, *, seed: int) -> str:
 
 
 def draw(curve: Sequence[Point], *, validation: float, path: Path) -> None:
-    """The loss curve as a PNG: every step, their running mean, and the validation loss at the end."""
+    """The loss curve as a PNG: every step, smoothed, and the validation loss at the end."""
     from matplotlib.figure import Figure
 
     steps = [point.step for point in curve]
@@ -102,7 +102,7 @@ def draw(curve: Sequence[Point], *, validation: float, path: Path) -> None:
     figure = Figure(figsize=(7.2, 4.0), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     axes.plot(steps, losses, color="#9bb8d3", linewidth=0.8, label="training, each step")
-    axes.plot(steps, running_mean(losses), color="#1f4e79", linewidth=1.8, label="training, running mean")
+    axes.plot(steps, smooth(losses), color="#1f4e79", linewidth=1.8, label="training, smoothed")
     axes.plot([steps[-1]], [validation], "o", color="#c8553d", label=f"validation at the end: {validation:.2f}")
     axes.set(xlabel="step", ylabel="loss (nats per byte)", title="A byte-level GPT on Python's standard library")
     axes.set_ylim(bottom=0)
@@ -111,11 +111,13 @@ def draw(curve: Sequence[Point], *, validation: float, path: Path) -> None:
     figure.savefig(path)
 
 
-def running_mean(values: Sequence[float], *, weight: float = 0.05) -> list[float]:
-    """Exponential running mean."""
-    means = [values[0]]
-    for value in values[1:]:
-        means.append((1 - weight) * means[-1] + weight * value)
+def smooth(values: Sequence[float], *, reach: int = 10) -> list[float]:
+    """Mean of each value and up to `reach` neighbours on either side, equally many on both."""
+    means = []
+    for index in range(len(values)):
+        near = min(reach, index, len(values) - 1 - index)
+        window = values[index - near : index + near + 1]
+        means.append(sum(window) / len(window))
     return means
 
 

@@ -46,6 +46,11 @@ class Folder:
         return self.root / "checkpoints"
 
     @property
+    def has_checkpoint(self) -> bool:
+        """Whether there is a checkpoint to go on from."""
+        return (self.checkpoints / "latest").exists()
+
+    @property
     def sample(self) -> Path:
         """Text that the trained model wrote."""
         return self.root / "sample.txt"
@@ -74,18 +79,15 @@ class Folder:
 
 
 def prepare(root: Path, *, knobs: Knobs) -> Folder:
-    """Make the folder of a run, or check that the run already there was started with the same knobs."""
+    """Note the knobs of a run, or check that the run already there was started with the same ones.
+
+    Before its first checkpoint a run has nothing to lose, so its knobs may still change.
+    """
     folder = Folder(root)
-    if folder.knobs.exists():
+    if folder.has_checkpoint:
         _check_same(folder, knobs)
-        return folder
-    leftover = [path.name for path in (folder.checkpoints, folder.curve) if path.exists()]
-    if leftover:
-        raise UsageError(
-            f"{root} holds {' and '.join(leftover)} but no knobs.json, so it cannot be gone on with;"
-            " pass --fresh to start over, or --out with another folder"
-        )
-    replace_text(folder.knobs, knobs.to_json() + "\n")
+    else:
+        replace_text(folder.knobs, knobs.to_json() + "\n")
     return folder
 
 
@@ -112,8 +114,11 @@ def clear(root: Path) -> None:
 def _check_same(folder: Folder, knobs: Knobs) -> None:
     try:
         earlier = Knobs.from_json(folder.knobs.read_text())
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"{folder.knobs} cannot be read ({error}); pass --fresh to start over") from error
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(
+            f"{folder.root} holds a checkpoint, but its {folder.knobs.name} cannot be read ({error});"
+            " pass --fresh to start over, or --out with another folder"
+        ) from error
     differences = earlier.differences(knobs)
     if differences:
         raise UsageError(

@@ -33,7 +33,7 @@ class Outcome(Enum):
 
     FINISHED = "every worker came to its end"
     STOPPED = "the user asked to stop, and the workers saved at a step boundary"
-    CUT_SHORT = "the user asked to stop, and the workers did not come to a step boundary in time"
+    CUT_SHORT = "the user asked to stop, and no step boundary was near"
     FAILED = "a worker failed"
 
 
@@ -119,10 +119,12 @@ class Workers:
                 process.stdin.write(STOP)
                 process.stdin.flush()
 
-    def failures(self) -> list[str]:
-        """What became of each worker that ended badly, rank by rank."""
+    def failures(self, *, by_signal: bool = False) -> list[str]:
+        """What became of each worker that ended badly, rank by rank; `by_signal`: only of those a signal ended."""
         codes = [process.poll() for process in self.processes]
-        return [f"rank {rank} {describe(code)}" for rank, code in enumerate(codes) if code]
+        return [
+            f"rank {rank} {describe(code)}" for rank, code in enumerate(codes) if code and (code < 0 or not by_signal)
+        ]
 
     @property
     def gone(self) -> bool:
@@ -175,14 +177,18 @@ def watch(workers: Workers, wish: Wish, *, show: Callable[[dict[str, Any]], None
     """Pass the workers' events to `show` until training ends, one way or another."""
     errors: list[str] = []
     deadline: float | None = None
+    stepping = False
     while not (workers.listener.ended and workers.gone):
         for event in workers.listener.events(patience=0.2):
+            stepping |= event["event"] == "step"
             if event["event"] == "error":
                 errors.append(event["message"])
             else:
                 show(event)
         if workers.failures():
             return Ending(Outcome.FAILED, None, complaint(workers, errors, show=show))
+        if wish.times and not stepping:  # still starting or compiling: nothing new to save
+            return Ending(Outcome.CUT_SHORT, wish.signal, "")
         if wish.times and deadline is None:
             workers.ask_to_stop()
             deadline = time.monotonic() + STOP_PATIENCE
@@ -197,9 +203,8 @@ def watch(workers: Workers, wish: Wish, *, show: Callable[[dict[str, Any]], None
 
 
 def complaint(workers: Workers, errors: Sequence[str], *, show: Callable[[dict[str, Any]], None]) -> str:
-    """What to say about failed workers: the errors they told, else how they ended."""
+    """What to say about failed workers: which a signal ended, since that is the cause; then the errors they told."""
     told = list(errors)
-    first = workers.failures()
     deadline = time.monotonic() + FAILURE_PATIENCE
     while not (workers.listener.ended and workers.gone) and time.monotonic() < deadline:
         for event in workers.listener.events(patience=0.1):
@@ -207,4 +212,5 @@ def complaint(workers: Workers, errors: Sequence[str], *, show: Callable[[dict[s
                 told.append(event["message"])
             else:
                 show(event)
-    return "\n".join(dict.fromkeys(told)) or "; ".join(first)
+    said = [*workers.failures(by_signal=True), *dict.fromkeys(told)]
+    return "\n".join(said or workers.failures())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import shutil
 import signal
 import sys
@@ -32,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     check_compiler(knobs)
     if args.picture:
         check_picture_library()
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     root = Path(args.out)
     run_folder.make_root(root)
     with Folder(root).locked() as lock:
@@ -44,9 +43,9 @@ def run(args: argparse.Namespace) -> int:
                 f"The run in {root} is finished; its sample and picture are made again (--fresh starts over)."
             )
         else:
-            status = train(folder, knobs, save_every=args.save_every, lock=lock, console=console)
-            if status:
-                return status
+            ending = train(folder, knobs, save_every=args.save_every, lock=lock, console=console)
+            if ending.outcome is not Outcome.FINISHED:
+                return explain(ending, folder, knobs, fresh=args.fresh)
         tell(console, folder, finish(folder, knobs, picture=args.picture), picture=args.picture)
     return 0
 
@@ -66,7 +65,7 @@ def check_compiler(knobs: Knobs) -> None:
 
 def steps_done(folder: Folder) -> int:
     """Steps at which the last checkpoint stands; 0 without one."""
-    if not (folder.checkpoints / "latest").exists():
+    if not folder.has_checkpoint:
         return 0
     from sheer.checkpoint import open_checkpoint, read_state
 
@@ -74,8 +73,8 @@ def steps_done(folder: Folder) -> int:
     return step
 
 
-def train(folder: Folder, knobs: Knobs, *, save_every: int, lock: int, console: Console) -> int:
-    """Train to the last step; the exit status where that was not reached, else 0."""
+def train(folder: Folder, knobs: Knobs, *, save_every: int, lock: int, console: Console) -> Ending:
+    """Train to the last step, or until something ends it."""
     run_folder.replace_text(folder.config, json.dumps(knobs.engine_config(), indent=2) + "\n")
     how = f"compiled ({knobs.backend})" if knobs.compile else "eager"
     console.print(
@@ -90,25 +89,28 @@ def train(folder: Folder, knobs: Knobs, *, save_every: int, lock: int, console: 
     ):
         ending = watch(workers, wish, show=face.show)
     if ending.outcome is Outcome.FINISHED:
-        console.print(f"Trained {knobs.steps} steps; this took {time.monotonic() - began:.0f} s.")
-        return 0
-    return explain(ending, face, folder, knobs)
+        console.print(f"Trained to step {knobs.steps}; this took {time.monotonic() - began:.0f} s.")
+    return ending
 
 
-def explain(ending: Ending, face: Face, folder: Folder, knobs: Knobs) -> int:
+def explain(ending: Ending, folder: Folder, knobs: Knobs, *, fresh: bool) -> int:
     """Say on stderr why training ended early, where it stands and how to go on; the exit status."""
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     status = 1
     if ending.outcome is Outcome.FAILED:
-        console.print(f"sheer demo: error: {ending.complaint}", markup=False, soft_wrap=True)
-        console.print(log_tail(folder, knobs), markup=False, soft_wrap=True)
+        console.print(f"sheer demo: error: {ending.complaint}")
+        if tail := log_tail(folder, knobs):
+            console.print(tail)
     else:
         assert ending.signal is not None
-        console.print(f"Stopped by {signal.Signals(ending.signal).name} after step {face.step} of {knobs.steps}.")
+        console.print(f"Stopped by {signal.Signals(ending.signal).name}.")
         status = 128 + ending.signal
+    again = "the same command" + (" without --fresh" if fresh else "")
     saved = steps_done(folder)
-    stands = f"The last checkpoint is of step {saved}" if saved else "There is no checkpoint yet"
-    console.print(f"{stands}; the same command goes on from there: {command()}", markup=False, soft_wrap=True)
+    if saved:
+        console.print(f"The last checkpoint is of step {saved} of {knobs.steps}; {again} goes on from there.")
+    elif ending.outcome is not Outcome.FAILED:
+        console.print(f"There is no checkpoint yet; {again} starts again.")
     return status
 
 
@@ -122,19 +124,12 @@ def log_tail(folder: Folder, knobs: Knobs) -> str:
     return "\n".join(parts)
 
 
-def command() -> str:
-    """The command as the user gave it, without --fresh, which would start over."""
-    return shlex.join(["sheer", *(word for word in sys.argv[1:] if word != "--fresh")])
-
-
 def tell(console: Console, folder: Folder, findings: Findings, *, picture: bool) -> None:
     """Say what was done and where it lies."""
     console.print(
         f"Loaded the checkpoint in one process, uncompiled, with plain PyTorch.\n"
         f"Loss in nats per byte: {findings.first_loss:.2f} at the first step, {findings.last_loss:.2f} at the end,"
-        f" {findings.validation_loss:.2f} on text it has not seen. It writes:\n\n{excerpt(findings.sample)}\n",
-        markup=False,
-        soft_wrap=True,
+        f" {findings.validation_loss:.2f} on text it has not seen. It writes:\n\n{excerpt(findings.sample)}\n"
     )
     lines = [
         ("checkpoint", folder.checkpoints),
@@ -145,4 +140,4 @@ def tell(console: Console, folder: Folder, findings: Findings, *, picture: bool)
     if picture:
         lines.append(("picture", folder.picture))
     for what, path in lines:
-        console.print(f"  {what:<11} {path}", markup=False, soft_wrap=True)
+        console.print(f"  {what:<11} {path}")

@@ -6,6 +6,7 @@ Run by the launcher as `python -m sheer.cli.demo.worker FOLDER SAVE_EVERY PIPE`.
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,7 +15,7 @@ from sheer.cli.demo import examples
 from sheer.cli.demo.folder import Curve, Folder, Point
 from sheer.cli.demo.knobs import Knobs
 from sheer.cli.demo.link import Orders, Reporter
-from sheer.errors import DataError, SheerError
+from sheer.errors import DataError, SheerError, UsageError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -72,6 +73,7 @@ def run(job: Job, *, orders: Orders, reporter: Reporter) -> None:
     import sheer
 
     torch.set_num_threads(1)
+    check_accelerators(job.knobs)
     text = examples.load("text")
     corpus = text.standard_library()
     windows = text.Windows(corpus.train, job.knobs.context)
@@ -88,9 +90,21 @@ def run(job: Job, *, orders: Orders, reporter: Reporter) -> None:
         engine.destroy()
 
 
+def check_accelerators(knobs: Knobs) -> None:
+    """Raise UsageError where several processes would have to share one accelerator."""
+    import torch
+
+    count = torch.accelerator.device_count() if torch.accelerator.is_available() else None
+    if count is not None and count < knobs.processes:
+        raise UsageError(
+            f"--processes {knobs.processes} needs as many accelerators, and this machine has {count};"
+            f" pass --processes {count}"
+        )
+
+
 def resume(engine: Engine, folder: Folder, *, digest: str) -> Start:
     """Load the last checkpoint where there is one; raises DataError where it was trained on another text."""
-    if not (folder.checkpoints / "latest").exists():
+    if not folder.has_checkpoint:
         return Start(0, digest)
     _, state = engine.load_checkpoint(folder.checkpoints)
     assert state is not None  # the demo saves it with every checkpoint
@@ -134,4 +148,9 @@ def number(value: float | None) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # All that matters is on the disk. A thread of gloo that still lets go of a tensor while the interpreter is being
+    # taken down would abort the process ("terminate called without an active exception"), so it is not taken down.
+    os._exit(status)
