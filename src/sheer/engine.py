@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, final
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils import _pytree
 
 from sheer import persist, planning, statistics
@@ -225,6 +226,7 @@ class Engine(DeepSpeedNames):
         A tuple is passed as positional arguments, a mapping as keywords, anything else as the one argument.
         StopIteration when the iterator ends; micro-batches it gave before that stay accumulated (`flush` applies them).
         """
+        self._check_metric(None)
         batches = self._iterator(data_iter)
         output: Any = None
         for action in accumulate(self._batch.accumulation, first=self._window):
@@ -283,17 +285,28 @@ class Engine(DeepSpeedNames):
         if not self.is_gradient_accumulation_boundary():
             self._finish_micro_batch()
             return None
+        self._check_metric(lr_kwargs)
         self._reduce(self._window + 1)
         return self._update(self._window + 1, lr_kwargs=lr_kwargs)
 
-    def flush(self) -> StepResult | None:
+    def flush(self, lr_kwargs: Mapping[str, Any] | None = None) -> StepResult | None:
         """Apply the micro-batches accumulated since the last update as a step of their own (an epoch's leftovers),
         averaged over as many as they are; None where there are none."""
         self._check_alive()
         if self._window == 0:
             return None
+        self._check_metric(lr_kwargs)
         self._reduce(self._window)
-        return self._update(self._window)
+        return self._update(self._window, lr_kwargs=lr_kwargs)
+
+    def _check_metric(self, lr_kwargs: Mapping[str, Any] | None) -> None:
+        """torch's one scheduler that cannot step by itself: find out before the update, not after."""
+        if isinstance(self.lr_scheduler, ReduceLROnPlateau) and "metrics" not in (lr_kwargs or {}):
+            raise UsageError(
+                "the scheduler is a ReduceLROnPlateau, which needs a metric at every step: "
+                'engine.step(lr_kwargs={"metrics": value}). With train_batch, step it yourself and leave it out of '
+                "sheer.initialize"
+            )
 
     def _finish_micro_batch(self) -> None:
         self._applied = False
@@ -310,12 +323,17 @@ class Engine(DeepSpeedNames):
             raise UsageError(
                 "step after a backward that failed: its gradients are forgotten; run the step's forwards again"
             )
-        if self._scale is not None and not self._scaled and self._runtime.dirty:
-            raise UsageError(
-                "fp16 gradients without the loss scale: use engine.backward(loss), or engine.scale(loss).backward()"
-            )
+        self._check_scaled()
         self._arm(micro_batches)
         self._runtime.complete()
+
+    def _check_scaled(self) -> None:
+        """Refuse gradients that would be divided by a loss scale they were never given."""
+        if self._scale is not None and not self._scaled and self._runtime.dirty:
+            raise UsageError(
+                "fp16 gradients without the loss scale: use engine.backward(loss), or engine.scale(loss).backward(). "
+                "engine.zero_grad() forgets them"
+            )
 
     def _update(self, micro_batches: int, *, lr_kwargs: Mapping[str, Any] | None = None) -> StepResult:
         """STEP: everything after the reduction. Stays on the device unless something must be decided on the host."""
@@ -336,8 +354,6 @@ class Engine(DeepSpeedNames):
             self._report_overflow()
         else:
             self._apply(optimizer, norm, scale, stats.unused)
-        if self._scale is not None:
-            self._scale.update(skipped)
         result = StepResult(
             step=self.counters.advance(skipped=skipped, samples=self._batch.micro * self._axis.size * micro_batches),
             lr=lrs,
@@ -347,7 +363,11 @@ class Engine(DeepSpeedNames):
             norm_tensor=norm,
             loss_tensor=stats.mean_loss,
         )
-        self._end_step(result, lr_kwargs)
+        self._end_step(result)
+        if self._scale is not None:  # raises where the scale cannot fall further; the step is over then
+            self._scale.update(skipped)
+        if not skipped and self.lr_scheduler is not None:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
         return result
 
     @property
@@ -366,18 +386,12 @@ class Engine(DeepSpeedNames):
         self._runtime.publish()
 
     def _report_overflow(self) -> None:
-        found = [
-            statistics.first_not_finite(grad.flat.plan, grad.shard, grad.counted()) for grad in self._runtime.grads
-        ]
-        names = self._axis.gather_objects([name for name in found if name is not None])
-        known = {fqn for rank in names for fqn in rank}
-        first = next((fqn for fqn in self._params if fqn in known), "(unknown)")
-        self._teller.warn(
-            f"step {self.counters.global_steps + 1} skipped: the gradient of {first!r} is not finite"
-            + (f" at loss scale {self._scale.scale:g}" if self._scale is not None else "")
-        )
+        first = statistics.first_not_finite(self._runtime)
+        what = "the norm of the gradient" if first is None else f"the gradient of {first!r}"
+        at = "" if self._scale is None else f" at loss scale {self._scale.scale:g}"
+        self._teller.warn(f"step {self.counters.global_steps + 1} skipped: {what} is not finite{at}")
 
-    def _end_step(self, result: StepResult, lr_kwargs: Mapping[str, Any] | None) -> None:
+    def _end_step(self, result: StepResult) -> None:
         self._runtime.clear()
         self._losses = []
         self._window = 0
@@ -386,8 +400,6 @@ class Engine(DeepSpeedNames):
         self._arm()
         if self.optimizer is not None:
             self.optimizer.note_step(skipped=result.skipped)
-        if not result.skipped and self.lr_scheduler is not None:
-            self.lr_scheduler.step(**(lr_kwargs or {}))
         self.last_step = result
         self._compiler.review()
         self._tell(result)
@@ -580,6 +592,7 @@ class Engine(DeepSpeedNames):
             return None, None
         self._runtime.clear()
         self._losses, self._window, self._own_iterator = [], 0, None
+        self._divide, self._scaled = True, False
         self._arm()
         return str(loaded.path), loaded.client_state
 

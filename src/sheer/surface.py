@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sheer.optim.loss_scale import Scaling
+
 if TYPE_CHECKING:
     import torch
 
     from sheer.comm import Axis
     from sheer.config import BatchSizes, Config
     from sheer.observe import StepResult
+    from sheer.optim.loss_scale import LossScale
 
 
 class DeepSpeedNames:
@@ -19,7 +22,7 @@ class DeepSpeedNames:
     _batch: BatchSizes
     _axis: Axis
     _applied: bool
-    _loss_scale_value: float
+    _scale: LossScale | None
     module: torch.nn.Module
     last_step: StepResult | None
 
@@ -92,11 +95,11 @@ class DeepSpeedNames:
 
     def loss_scale(self) -> float:
         """The fp16 loss scale in force; 1.0 at other precisions."""
-        return self._loss_scale_value
+        return 1.0 if self._scale is None else self._scale.scale
 
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale adapts."""
-        return self._config.fp16.enabled and self._config.fp16.loss_scale == 0
+        return self._scale is not None and self._scale.scaling is Scaling.DYNAMIC
 
     def optimizer_name(self) -> str | None:
         """The optimizer's name in the configuration."""
