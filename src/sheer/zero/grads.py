@@ -1,9 +1,10 @@
 """A bucket's gradients: accumulated in a flat buffer, reduced over the data axis.
 
-A bucket's gradient is *open* while backward may write into it, *in flight* while a lane holds it, *reduced* after. The
-first gradient of a parameter is copied into its view (no zero fill) and `.grad` becomes that view, so that autograd
-accumulates the next ones in place. While a bucket is in flight its parameters' `.grad` is None: a late gradient (a
-reentrant checkpoint, a second backward) then arrives in a tensor of its own and reopens the bucket.
+A bucket's gradient is *open* while backward may add to it, *in flight* while a lane holds it, *reduced* after. Hooks on
+parameters only count. When all of a bucket's have come, their gradients are copied into the flat buffer in one call (no
+zero fill) and `.grad` becomes a view of it, so that autograd accumulates the next ones in place. While a bucket is in
+flight its parameters' `.grad` is None: a late gradient (a reentrant checkpoint, a second backward) then arrives in a
+tensor of its own, and the bucket is opened again for it.
 """
 
 from __future__ import annotations
@@ -38,6 +39,38 @@ class Wire(NamedTuple):
     """Multiplied in before the sum (1 unless a pre-divide factor is set); averaging undoes it."""
 
 
+class Countdown:
+    """Which parameters of a bucket a backward has reached: all that a hook touches, so it is kept small."""
+
+    __slots__ = ("live", "pending", "reached")
+
+    def __init__(self, count: int) -> None:
+        self.live = False
+        """Whether counting is enough; else the runtime must look (no backward is known of, or the bucket has left)."""
+        self.pending = count
+        self.reached = bytearray(count)
+
+    def start(self) -> None:
+        """A backward begins: all parameters have yet to come."""
+        self.live = True
+        self.pending = len(self.reached)
+        self.reached = bytearray(self.pending)
+
+    def reach(self, index: int) -> bool:
+        """Parameter `index` has its gradient; whether nothing more needs to be done about it."""
+        if not self.live:
+            return False
+        if not self.reached[index]:
+            self.reached[index] = 1
+            self.pending -= 1
+        return self.pending > 0
+
+    @property
+    def started(self) -> bool:
+        """Whether any parameter has been reached."""
+        return self.pending < len(self.reached)
+
+
 class BucketGrad(ABC):
     """The gradient of one trainable bucket; see the two placements below.
 
@@ -53,8 +86,9 @@ class BucketGrad(ABC):
         count = len(flat.params)
         self.used = bytearray(count)
         """Parameters that got a gradient since the last step."""
-        self.pending = count
-        """How many parameters this backward still has to reach."""
+        self.countdown = Countdown(count)
+        self.late = False
+        """Whether gradients have come since this backward launched the bucket."""
         self._target = target
         self._lane = lane
         self._arena = arena
@@ -63,7 +97,6 @@ class BucketGrad(ABC):
         self._has = bytearray(count)  # the view holds this parameter's gradient
         self._detached = bytearray(count)  # we took `.grad` away; what is in the view still counts
         self._shown = bytearray(count)  # `.grad` shows the reduced gradient
-        self._reached = bytearray(count)
         self._scale = 1.0  # of what is in the views, relative to the plain sum
         self._local: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
@@ -71,73 +104,67 @@ class BucketGrad(ABC):
     # --- backward ---------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """A new backward starts: every parameter has yet to be reached. Must come before autograd's first write."""
-        self.pending = len(self._reached)
-        self._reached = bytearray(self.pending)
+        """A new backward starts. Must come before autograd's first write."""
+        self.countdown.start()
+        self.late = False
         if self.state is GradState.REDUCED and self.visible:
-            self.heed_user()
+            self.collect()
             self._detach()
 
-    def take(self, index: int) -> bool:
-        """Parameter `index` has its gradient (called from its hook). True when it was the bucket's last."""
+    def require_hidden(self, index: int) -> None:
+        """Refuse a backward that added to a gradient which `.grad` showed reduced: the two cannot be told apart."""
+        if self._shown[index]:
+            raise UsageError(
+                f"parameter {self.flat.plan.slots[index].fqn!r}: a backward reached it after its gradient had been "
+                "reduced, and neither engine(...) nor engine.backward(...) announced it. Call the model through the "
+                "engine, or use engine.backward(loss)."
+            )
+
+    def open(self) -> None:
+        """Make the buffer writable for backward, keeping what has been reduced already."""
         if self.state is not GradState.OPEN:
-            if self._shown[index]:
-                raise UsageError(
-                    f"parameter {self.flat.plan.slots[index].fqn!r}: a backward reached it after its gradient had been "
-                    "reduced, and neither engine(...) nor engine.backward(...) announced it. Call the model through "
-                    "the engine, or use engine.backward(loss)."
-                )
             self._open()
-        param, view = self.flat.params[index], self._views[index]
-        grad = param.grad
-        if grad is not view and grad is not None:
-            self._put(index, grad)
-            param.grad = view
-        self._has[index] = self.used[index] = 1
-        if self._reached[index]:
-            return False
-        self._reached[index] = 1
-        self.pending -= 1
-        return self.pending == 0
 
-    def _put(self, index: int, grad: torch.Tensor) -> None:
-        view, grad = self._views[index], grad.detach()
-        if grad.layout is not torch.strided:
-            grad = grad.to_dense()
-        if self._has[index] and self._detached[index]:
-            view.add_(grad)
-        elif grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride():
-            view.copy_(grad)
-        self._detached[index] = 0
-
-    def heed_user(self) -> None:
-        """Follow what the user did to `.grad` since: None drops a gradient, another tensor replaces it."""
-        if self.state is not GradState.OPEN and not (self.state is GradState.REDUCED and self.visible):
-            return
+    def collect(self) -> None:
+        """Bring what is in `.grad` into the buffer, and follow the user: None drops a gradient, another tensor replaces
+        it. Afterwards every `.grad` is a view of the buffer or None."""
+        fresh: list[tuple[torch.Tensor, torch.Tensor]] = []
+        added: list[tuple[torch.Tensor, torch.Tensor]] = []
         for index, param in enumerate(self.flat.params):
             grad, view = param.grad, self._views[index]
-            if grad is view or self._detached[index]:
+            if grad is view:
                 continue
             if grad is not None:
-                self._put(index, grad)
+                late = self._has[index] and self._detached[index]
+                (added if late else fresh).append((view, _plain(grad)))
                 param.grad = view
                 self._has[index] = self.used[index] = 1
-            elif self._has[index]:
+                self._detached[index] = 0
+            elif self._has[index] and not self._detached[index]:
                 view.zero_()
                 self._has[index] = self.used[index] = 0
+        if fresh:
+            torch._foreach_copy_([view for view, _ in fresh], [grad for _, grad in fresh])
+        if added:
+            torch._foreach_add_([view for view, _ in added], [grad for _, grad in added])
+
+    def heed_user(self) -> None:
+        """Follow what the user did to `.grad` after it was reduced."""
+        if self.state is GradState.OPEN or (self.state is GradState.REDUCED and self.visible):
+            self.collect()
 
     # --- reduction --------------------------------------------------------------------------------------------------
 
     def launch(self) -> None:
         """Submit the reduction of what is here; parameters without a gradient count as zero."""
-        if self.state is not GradState.OPEN:
-            self._open()
-        self.heed_user()
+        self.open()
+        self.collect()
         assert self._local is not None
-        for index, has in enumerate(self._has):
+        for view, has in zip(self._views, self._has, strict=True):
             if not has:
-                self._views[index].zero_()
+                view.zero_()
         self._detach()
+        self.countdown.live = self.late = False
         sent = self._to_wire(self._local)
         own = sent[self.shard.start : self.shard.stop]
         what = f"reduction of bucket {self.flat.plan.index} ({self.flat.plan.slots[-1].fqn})"
@@ -197,6 +224,7 @@ class BucketGrad(ABC):
         self._has, self._detached, self._shown = bytearray(count), bytearray(count), bytearray(count)
         self.used = bytearray(count)
         self._scale = 1.0
+        self.late = False
         self.state = GradState.EMPTY
 
     @abstractmethod
@@ -209,7 +237,7 @@ class BucketGrad(ABC):
 
     @abstractmethod
     def _open(self) -> None:
-        """Make the views writable for backward, keeping what has been reduced already."""
+        """See `open`."""
 
     @abstractmethod
     def _settle(self, part: torch.Tensor) -> None:
@@ -329,3 +357,10 @@ class ShardedGrad(BucketGrad):
             param.grad = None
         self._arena.forget(self._local)
         self._local, self._views = None, []
+
+
+def _plain(grad: torch.Tensor) -> torch.Tensor:
+    """`grad` without a graph of its own (create_graph) and dense (sparse embeddings)."""
+    if grad.requires_grad:
+        grad = grad.detach()
+    return grad if grad.layout is torch.strided else grad.to_dense()

@@ -78,10 +78,9 @@ class ZeroRuntime:
         self._next = 0
         self._in_flight: deque[BucketGrad] = deque()
         self._announced = False
-        self._arrived = False
         self._hooks = [
-            param.register_post_accumulate_grad_hook(GradHook(self, grad, index))  # type: ignore[no-untyped-call]
-            for grad in self.grads
+            param.register_post_accumulate_grad_hook(GradHook(self, position, index))  # type: ignore[no-untyped-call]
+            for position, grad in enumerate(self.grads)
             for index, param in enumerate(grad.flat.params)
         ]
 
@@ -123,22 +122,37 @@ class ZeroRuntime:
                 leaf.grad_fn.register_prehook(announce)
 
     def _begin(self) -> None:
-        self.running, self.reduced, self._arrived = True, False, False
+        self.running, self.reduced = True, False
         self._next = 0
         for grad in self.grads:
             grad.begin_backward()
 
-    def _on_grad(self, grad: BucketGrad, index: int) -> None:
+    def _on_grad(self, position: int, index: int) -> None:
+        """A gradient has come about which counting was not enough."""
+        grad = self.grads[position]
         if not self.running:  # nobody announced this backward: the model was called around the engine
+            grad.require_hidden(index)
             self._begin()
             _at_end_of_backward(self)
-        self._arrived = True
-        if grad.state is not GradState.OPEN:
-            self._make_room()
-        if grad.take(index) and self.reducing:
-            while self._next < len(self.grads) and self.grads[self._next].pending == 0:
-                self._launch(self.grads[self._next])
-                self._next += 1
+            if grad.countdown.reach(index):
+                return
+        if not grad.countdown.live:
+            grad.late = True
+        elif grad.countdown.pending == 0:
+            self._collect(grad)
+            if self.reducing:
+                self._launch_ready()
+
+    def _collect(self, grad: BucketGrad) -> None:
+        self._make_room()
+        grad.open()
+        grad.collect()
+
+    def _launch_ready(self) -> None:
+        """Launch, in plan order, the buckets whose gradients are all there."""
+        while self._next < len(self.grads) and self.grads[self._next].countdown.pending == 0:
+            self._launch(self.grads[self._next])
+            self._next += 1
 
     def _make_room(self) -> None:
         while len(self._in_flight) >= MAX_IN_FLIGHT:
@@ -151,23 +165,31 @@ class ZeroRuntime:
             self._in_flight.append(grad)
 
     def _finish_announced(self) -> None:
-        if self._arrived:
+        if any(grad.late or grad.countdown.started for grad in self.grads):
             self.finish()
         else:  # torch.autograd.grad: it accumulates nothing
-            self._announced = self.running = False
+            self._rest()
 
     def finish(self) -> None:
         """The backward is over: launch what is left, so that every bucket has been, and show what can be shown."""
-        self._announced = self.running = False
+        self._rest()
         if not self.reducing:
+            for grad in self.grads:
+                if grad.countdown.started:
+                    self._collect(grad)
             return
         for index, grad in enumerate(self.grads):
-            if index >= self._next or grad.state is GradState.OPEN:
+            if index >= self._next or grad.late:
                 self._launch(grad)
         self._next = len(self.grads)
         self.reduced = True
         if self.layout.stage.optim is Placement.REPLICATED:
             self._average()
+
+    def _rest(self) -> None:
+        self._announced = self.running = False
+        for grad in self.grads:
+            grad.countdown.live = False
 
     def _average(self) -> None:
         self._in_flight.clear()
@@ -267,16 +289,20 @@ class GradHook:
     Weak, so that a parameter never keeps an engine alive. It is also how a parameter leads back to its engine.
     """
 
-    __slots__ = ("_grad", "_index", "_runtime")
+    __slots__ = ("_countdown", "_index", "_position", "_runtime")
 
-    def __init__(self, runtime: ZeroRuntime, grad: BucketGrad, index: int) -> None:
-        self._runtime, self._grad, self._index = weakref.ref(runtime), weakref.ref(grad), index
+    def __init__(self, runtime: ZeroRuntime, position: int, index: int) -> None:
+        self._runtime = weakref.ref(runtime)
+        self._countdown = runtime.grads[position].countdown
+        self._position, self._index = position, index
 
     def __call__(self, _param: torch.Tensor) -> None:
         """Autograd has accumulated the parameter's gradient."""
-        runtime, grad = self._runtime(), self._grad()
-        if runtime is not None and grad is not None:
-            runtime._on_grad(grad, self._index)
+        if self._countdown.reach(self._index):
+            return
+        runtime = self._runtime()
+        if runtime is not None:
+            runtime._on_grad(self._position, self._index)
 
     @property
     def runtime(self) -> ZeroRuntime | None:
