@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sheer.errors import UsageError
-from sheer.layout import Bucket, Interval
+from sheer.layout import Bucket, Interval, Slot, overlap
 
 if TYPE_CHECKING:
     from sheer.comm import Axis, Lane, Ticket
@@ -44,7 +44,6 @@ class FlatBucket:
         own = self.full[owned.start : owned.stop]
         self.master = staging[owned.start : owned.stop].clone() if self.has_master else own
         self._views = tuple(self.full[slot.start : slot.stop].view(slot.shape) for slot in plan.slots)
-        self._addresses = tuple(view.data_ptr() for view in self._views)
         for param, view in zip(self.params, self._views, strict=True):
             param.data = view
             param.grad = None
@@ -62,19 +61,30 @@ class FlatBucket:
         Returns their names. Raises UsageError where the new tensor has another shape.
         """
         adopted = []
-        for index, param in enumerate(self.params):
-            slot = self.plan.slots[index]
-            if slot.numel == 0 or param.data_ptr() == self._addresses[index]:
+        for slot, param, view in zip(self.plan.slots, self.params, self._views, strict=True):
+            if param.is_set_to(view):
                 continue
             if tuple(param.shape) != slot.shape:
                 raise UsageError(
                     f"parameter {slot.fqn!r} was given data of shape {tuple(param.shape)}; the engine was built with "
                     f"{slot.shape}. Build a new engine after changing shapes."
                 )
-            self._views[index].copy_(param.detach())
-            param.data = self._views[index]
+            if self.has_master:
+                self._absorb_exactly(slot, param.detach().reshape(-1))
+            view.copy_(param.detach())
+            param.data = view
             adopted.append(slot.fqn)
         return adopted
+
+    def _absorb_exactly(self, slot: Slot, given: torch.Tensor) -> None:
+        """Let the master have what the buffer would round. A value that is the rounded master's is no change: it is
+        what `module.float()` and a copy of the parameter hold."""
+        part = overlap(Interval(slot.start, slot.stop), self.owned)
+        if part is None:
+            return
+        master = self.master[part.start - self.owned.start :][: part.numel]
+        value = given[part.start - slot.start :][: part.numel].to(master)
+        torch.where(value != master.to(self.full.dtype), value, master, out=master)
 
     def absorb(self) -> None:
         """Let values that the user has changed in place win over the master; untouched ones keep their fp32 bits."""
@@ -93,9 +103,9 @@ class FlatBucket:
 
     def release(self) -> None:
         """Give every parameter memory of its own again."""
-        for param, grad_dtype, address in zip(self.params, self._restored_grad_dtype, self._addresses, strict=True):
+        for param, grad_dtype, view in zip(self.params, self._restored_grad_dtype, self._views, strict=True):
             param.grad = None
-            if param.data_ptr() == address:
+            if param.is_set_to(view):
                 param.data = param.data.clone()
             if self.plan.trainable:
                 param.grad_dtype = param.dtype if grad_dtype is not None else None
