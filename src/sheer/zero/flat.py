@@ -69,9 +69,10 @@ class FlatBucket:
                     f"parameter {slot.fqn!r} was given data of shape {tuple(param.shape)}; the engine was built with "
                     f"{slot.shape}. Build a new engine after changing shapes."
                 )
+            given = param.detach().clone()  # it may be another view of the same memory
             if self.has_master:
-                self._absorb_exactly(slot, param.detach().reshape(-1))
-            view.copy_(param.detach())
+                self._absorb_exactly(slot, given.reshape(-1))
+            view.copy_(given)
             param.data = view
             adopted.append(slot.fqn)
         return adopted
