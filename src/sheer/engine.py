@@ -31,6 +31,7 @@ from sheer.optim.handle import ShardedOptimizer
 from sheer.optim.loss_scale import LossScale
 from sheer.persist import Counters
 from sheer.schedule import Kind, accumulate
+from sheer.shards import names_and_ties
 from sheer.surface import DeepSpeedNames
 
 
@@ -87,7 +88,7 @@ class Engine(DeepSpeedNames):
         self._applied = False
         self._alive = True
         self._own_iterator: Iterator[Any] | None = None
-        self._params, self._ties = persist.names_and_ties(parts.module)
+        self._params, self._ties = names_and_ties(parts.module)
         self._flags = self._trainable_now()
         self._plan = planning.build(self._params, base=self._base, **self._circumstances())
         self._runtime = self._plan.runtime
@@ -551,7 +552,6 @@ class Engine(DeepSpeedNames):
         """
         self._check_alive()
         self._require_between_steps("save_checkpoint")
-        self._runtime.heed_user()
         persist.save(
             self._saved_parts(),
             save_dir,
@@ -575,17 +575,21 @@ class Engine(DeepSpeedNames):
         """Load `load_dir/tag` (by default what `latest` names), whatever stage, ranks or precision saved it.
 
         Collective. Returns its path and the client state; (None, None), said, where `load_dir` has no checkpoint.
-        `load_module_only` takes parameters and buffers alone. On an error nothing has changed.
+        `load_module_only` takes parameters and buffers alone; `custom_load_fn(src=..., dst=module)` moves them from a
+        dict of full tensors by hand. Hyper-parameters become the checkpoint's, said where they differ. On an error
+        nothing has changed (but for what `custom_load_fn` did).
         """
         self._check_alive()
         loaded = persist.load(
             self._saved_parts(),
             load_dir,
             tag=tag,
-            strict=load_module_strict,
-            optimizer=load_optimizer_states and not load_module_only,
-            scheduler=load_lr_scheduler_states and not load_module_only,
-            run=not load_module_only,
+            wish=persist.Wish(
+                strict=load_module_strict,
+                optimizer=load_optimizer_states and not load_module_only,
+                scheduler=load_lr_scheduler_states and not load_module_only,
+                run=not load_module_only,
+            ),
             custom=custom_load_fn,
         )
         if loaded is None:

@@ -1,9 +1,9 @@
-"""Between an engine's parts and the checkpoint room: which shards there are to save, and where loaded ones go."""
+"""Saving and loading a run: the engine's parts, all that a checkpoint holds of them, or none."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,169 +12,29 @@ import torch
 
 from sheer import checkpoint
 from sheer import device as devices
-from sheer.checkpoint import Index, Key, Shard
+from sheer.checkpoint import Index, Shard
 from sheer.config import Config
-from sheer.errors import CheckpointError
+from sheer.errors import CheckpointError, did_you_mean
 from sheer.observe import Teller
-from sheer.optim.flat import FlatOptimizer, SavedState, StatePiece
+from sheer.optim.flat import FlatOptimizer
 from sheer.planning import Plan, merged_forms
-from sheer.zero import FlatBucket, ZeroRuntime
+from sheer.shards import (
+    OPTIM,
+    optimizer_shards,
+    persistent_buffers,
+    saved_optimizer_states,
+    settle,
+    shards_to_save,
+    wanted_buffers,
+    wanted_params,
+)
 
-OPTIM = "optim."
+_IMPLEMENTATION = frozenset({"fused", "foreach", "capturable", "differentiable"})
+"""How a group is computed, which is this run's business, not the checkpoint's."""
+_SCHEDULED = frozenset({"lr", "initial_lr", "betas", "momentum"})
+"""What schedules move: no news when it differs."""
 # Optimizers that keep the same state and mean the same by it.
 _ALIKE = frozenset({"Adam", "AdamW"})
-
-
-class Buffers(NamedTuple):
-    """The persistent buffers of a module by name, each once."""
-
-    tensors: Mapping[str, torch.Tensor]
-    ties: Mapping[str, str]
-
-
-class Landing(NamedTuple):
-    """A place to load a buffer into that is not flat memory itself."""
-
-    flat: torch.Tensor
-    buffer: torch.Tensor
-
-
-def names_and_ties(module: torch.nn.Module) -> tuple[dict[str, torch.nn.Parameter], dict[str, str]]:
-    """The module's parameters by fully qualified name, each once, and alias -> name for tied ones."""
-    first: dict[int, str] = {}
-    ties: dict[str, str] = {}
-    params: dict[str, torch.nn.Parameter] = {}
-    for fqn, param in module.named_parameters(remove_duplicate=False):
-        if id(param) in first:
-            ties[fqn] = first[id(param)]
-        else:
-            first[id(param)] = fqn
-            params[fqn] = param
-    return params, ties
-
-
-def persistent_buffers(module: torch.nn.Module) -> Buffers:
-    """What `state_dict` would hold of the module's buffers."""
-    first: dict[int, str] = {}
-    tensors: dict[str, torch.Tensor] = {}
-    ties: dict[str, str] = {}
-    for path, owner in module.named_modules(remove_duplicate=False):
-        for name, buffer in owner._buffers.items():
-            if buffer is None or name in owner._non_persistent_buffers_set:
-                continue
-            fqn = f"{path}.{name}" if path else name
-            if id(buffer) in first:
-                ties[fqn] = first[id(buffer)]
-            else:
-                first[id(buffer)] = fqn
-                tensors[fqn] = buffer
-    return Buffers(tensors, ties)
-
-
-# --- saving -----------------------------------------------------------------------------------------------------------
-
-
-def shards_to_save(
-    runtime: ZeroRuntime, optimizer: FlatOptimizer | None, buffers: Buffers, *, without: frozenset[str]
-) -> list[Shard]:
-    """This rank's part: an interval of every bucket, so that over all ranks every element is written once.
-
-    fp32 masters are what is written of low-precision parameters. Buffers are rank 0's.
-    """
-    shards = [shard for flat in runtime.flats for shard in _param_shards(flat, runtime) if shard.name not in without]
-    if runtime.axis.rank == 0:
-        shards += [
-            Shard("buffer", fqn, tuple(buffer.shape), 0, buffer.detach().reshape(-1))
-            for fqn, buffer in buffers.tensors.items()
-        ]
-    if optimizer is not None:
-        within = {i: m.bucket.shard(runtime.axis.rank) for i, m in enumerate(optimizer.masters)}
-        shards += [
-            Shard(OPTIM + piece.key, piece.fqn, piece.shape, piece.start, piece.data.detach())
-            for piece in optimizer.export(within=within)
-        ]
-    return shards
-
-
-def _param_shards(flat: FlatBucket, runtime: ZeroRuntime) -> Iterator[Shard]:
-    for piece in flat.plan.pieces(flat.plan.shard(runtime.axis.rank)):
-        yield Shard(
-            "param", piece.fqn, piece.shape, piece.start, _elements(flat, piece.offset, piece.stop - piece.start)
-        )
-
-
-def _elements(flat: FlatBucket, offset: int, numel: int) -> torch.Tensor:
-    """Elements [offset, offset + numel) of the bucket, as exact as they are known here."""
-    if flat.has_master:
-        return flat.master[offset - flat.owned.start :][:numel]
-    return flat.full[offset : offset + numel]
-
-
-# --- loading ----------------------------------------------------------------------------------------------------------
-
-
-def wanted_params(runtime: ZeroRuntime) -> list[Shard]:
-    """Where parameters are to be loaded: masters where there are some, else this rank's part of the buffers."""
-    return [
-        Shard("param", piece.fqn, piece.shape, piece.start, _elements(flat, piece.offset, piece.stop - piece.start))
-        for flat in runtime.flats
-        for piece in flat.plan.pieces(flat.owned)
-    ]
-
-
-def wanted_buffers(buffers: Buffers) -> tuple[list[Shard], list[Landing]]:
-    """Where buffers are to be loaded; `Landing`s are to be copied on once everything has arrived."""
-    shards, landings = [], []
-    for fqn, buffer in buffers.tensors.items():
-        flat = buffer.detach().view(-1) if buffer.is_contiguous() else torch.empty_like(buffer).reshape(-1)
-        if not buffer.is_contiguous():
-            landings.append(Landing(flat, buffer))
-        shards.append(Shard("buffer", fqn, tuple(buffer.shape), 0, flat))
-    return shards, landings
-
-
-def settle(landings: list[Landing]) -> None:
-    """Copy loaded buffers on to where they live."""
-    with torch.no_grad():
-        for flat, buffer in landings:
-            buffer.copy_(flat.view(buffer.shape))
-
-
-def saved_optimizer_states(index: Index, names: Mapping[str, Any], ties: Mapping[str, str]) -> dict[str, Any]:
-    """What `index` has of the optimizer's state, under this model's names: fqn -> key -> SavedState."""
-    aliases: dict[str, list[str]] = {}
-    for alias, owner in ties.items():
-        aliases.setdefault(owner, []).append(alias)
-    saved: dict[str, dict[str, SavedState]] = {}
-    keys = sorted(kind.removeprefix(OPTIM) for kind in index.kinds if kind.startswith(OPTIM))
-    for fqn in names:
-        candidates = [fqn, *aliases.get(fqn, ())]
-        candidates += [index.ties[name] for name in list(candidates) if name in index.ties]
-        for key in keys:
-            entry = next((e for e in (index.entry(Key(OPTIM + key, name)) for name in candidates) if e), None)
-            if entry is not None:
-                saved.setdefault(fqn, {})[key] = SavedState(tuple(entry.shape), entry.torch_dtype)
-    return saved
-
-
-def optimizer_shards(pieces: list[StatePiece]) -> list[Shard]:
-    """Where optimizer state is to be loaded."""
-    return [Shard(OPTIM + piece.key, piece.fqn, piece.shape, piece.start, piece.data) for piece in pieces]
-
-
-def check_same_optimizer(index: Index, optimizer: FlatOptimizer) -> None:
-    """Refuse the state of another kind of optimizer, which would be misread."""
-    saved = index.facts.get("optimizer", {}).get("class")
-    mine = type(optimizer.base).__name__
-    if saved is None or saved == mine or {saved, mine} <= _ALIKE:
-        return
-    raise CheckpointError(
-        f"the checkpoint holds the state of optimizer {saved}, this run uses {mine}. Load with "
-        "load_optimizer_states=False to take the parameters and start the optimizer afresh."
-    )
-
-
-# --- a run ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -236,25 +96,38 @@ def save(
     buffers = persistent_buffers(parts.module)
     frozen = sorted(fqn for fqn, param in parts.params.items() if not param.requires_grad)
     without = frozenset(frozen) if exclude_frozen else frozenset[str]()
-    prepared = checkpoint.together(axis, "save_checkpoint", lambda: _state(parts, client_state))
+
+    def prepare() -> _Prepared:
+        parts.plan.runtime.heed_user()
+        shards = shards_to_save(parts.plan.runtime, parts.plan.optimizer, buffers, without=without)
+        return _Prepared(shards, _state(parts, client_state))
+
+    prepared = checkpoint.together(axis, "save_checkpoint", prepare)
     forms = {} if parts.plan.optimizer is None else merged_forms(parts.plan.optimizer, axis)
     checkpoint.save(
         root,
         tag,
-        shards=shards_to_save(parts.plan.runtime, parts.plan.optimizer, buffers, without=without),
+        shards=prepared.shards,
         facts={
             **_facts(parts, forms),
             "ties": {**parts.ties, **buffers.ties},
             "frozen": frozen,
             "left_out": sorted(without),
         },
-        state=prepared,
+        state=prepared.state,
         rng=devices.rng_states(parts.device),
         axis=axis,
         save_latest=save_latest,
         keep_last=section.keep_last,
         timeout=section.timeout_seconds,
     )
+
+
+class _Prepared(NamedTuple):
+    """What one rank brings to a save."""
+
+    shards: list[Shard]
+    state: dict[str, Any]
 
 
 def _facts(parts: SavedParts, forms: Mapping[str, str]) -> dict[str, Any]:
@@ -271,6 +144,8 @@ def _facts(parts: SavedParts, forms: Mapping[str, str]) -> dict[str, Any]:
     }
     if parts.plan.optimizer is not None:
         facts["optimizer"] = {"class": type(parts.plan.optimizer.base).__name__, "forms": dict(forms)}
+    if parts.scheduler is not None:
+        facts["scheduler"] = {"class": type(parts.scheduler).__name__}
     return facts
 
 
@@ -307,54 +182,84 @@ def _extra_state(module: torch.nn.Module) -> dict[str, Any]:
     }
 
 
+class Wish(NamedTuple):
+    """What a load is to restore besides parameters and buffers."""
+
+    strict: bool
+    """Names must be the same in the checkpoint and here."""
+    optimizer: bool
+    scheduler: bool
+    run: bool
+    """Counters, loss scale, loader position and random state."""
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A checkpoint as far as it is read before anything changes."""
+
+    index: Index
+    state: dict[str, Any]
+    rng: dict[str, torch.Tensor] | None
+    """This rank's generator states; None where the run that saved had no such rank."""
+
+
 def load(
-    parts: SavedParts,
-    root: str | os.PathLike[str],
-    *,
-    tag: str | None,
-    strict: bool,
-    optimizer: bool,
-    scheduler: bool,
-    run: bool,
-    custom: Callable[..., Any] | None,
+    parts: SavedParts, root: str | os.PathLike[str], *, tag: str | None, wish: Wish, custom: Callable[..., Any] | None
 ) -> Loaded | None:
     """Load a checkpoint into a running engine's parts; None where there is none. Collective on the data axis."""
-    runtime, timeout = parts.plan.runtime, parts.config.checkpoint.timeout_seconds
-    axis = runtime.axis
-    axis.assemble("load_checkpoint", timeout=timeout)
-    if (
-        checkpoint.on_first(axis, "load_checkpoint", lambda: str(checkpoint.find(root, tag) or "")) == ""
-        and tag is None
-    ):
+    opened = _open(parts, root, tag)
+    if opened is None:
         parts.teller.warn(f"load_checkpoint: there is no checkpoint in {root}; nothing was loaded")
         return None
+    axis, doing = parts.plan.runtime.axis, f"loading checkpoint {opened.index.directory}"
+    checkpoint.together(axis, doing, lambda: _check_fits(parts, opened, wish))
+    checkpoint.together(axis, doing, parts.plan.runtime.heed_user)
+    before = _state(parts, {})
+    changed = _changed_settings(parts, opened.state) if wish.optimizer else []
+    try:
+        checkpoint.together(axis, doing, lambda: _restore_settings(parts, opened.state, wish))
+        if custom is not None:
+            checkpoint.together(axis, doing, lambda: _load_by_hand(parts, opened.index, custom))
+        _load_tensors(parts, opened.index, wish, module=custom is None)
+    except BaseException:
+        _restore_settings(parts, before, wish)
+        raise
+    if wish.run:
+        _restore_run(parts, opened)
+    _tell(parts, opened, changed, wish)
+    return Loaded(opened.index.directory, opened.state["client_state"])
+
+
+def _open(parts: SavedParts, root: str | os.PathLike[str], tag: str | None) -> _Opened | None:
+    axis, timeout = parts.plan.runtime.axis, parts.config.checkpoint.timeout_seconds
+    axis.assemble("load_checkpoint", timeout=timeout)
+    if tag is None and not checkpoint.on_first(axis, "load_checkpoint", lambda: checkpoint.find(root) is not None):
+        return None
     index = checkpoint.open_together(root, tag, axis=axis, timeout=timeout)
-    state = checkpoint.together(axis, f"loading checkpoint {index.directory}", lambda: checkpoint.read_state(index))
-    if custom is not None:
-        custom(src=checkpoint.load_full(index.directory), dst=parts.module)
-        runtime.heed_user()
-        return Loaded(index.directory, state["client_state"])
-    checkpoint.together(
-        axis, "load_checkpoint", lambda: _check_fits(parts, state, optimizer=optimizer, scheduler=scheduler, run=run)
-    )
-    _load_tensors(parts, index, strict=strict, optimizer=optimizer)
-    _restore_run(parts, index, state, optimizer=optimizer, scheduler=scheduler, run=run)
-    return Loaded(index.directory, state["client_state"])
+
+    def read() -> _Opened:
+        return _Opened(index, checkpoint.read_state(index), checkpoint.read_rng(index, axis.rank))
+
+    return checkpoint.together(axis, f"loading checkpoint {index.directory}", read)
 
 
-def _load_tensors(parts: SavedParts, index: Index, *, strict: bool, optimizer: bool) -> None:
+def _load_by_hand(parts: SavedParts, index: Index, custom: Callable[..., Any]) -> None:
+    """The user's function moves parameters and buffers; it cannot be undone."""
+    custom(src=checkpoint.load_full(index.directory), dst=parts.module)
+    parts.plan.runtime.heed_user()
+
+
+def _load_tensors(parts: SavedParts, index: Index, wish: Wish, *, module: bool) -> None:
     runtime, flat = parts.plan.runtime, parts.plan.optimizer
     axis = runtime.axis
     buffers = persistent_buffers(parts.module)
+    ties = {**parts.ties, **buffers.ties}
     buffer_shards, landings = wanted_buffers(buffers)
-    wanted = wanted_params(runtime) + buffer_shards
-    kinds = {"param", "buffer"}
+    wanted, kinds = (wanted_params(runtime) + buffer_shards, {"param", "buffer"}) if module else ([], set[str]())
     incoming = None
-    if optimizer and flat is not None:
-        checkpoint.together(axis, "load_checkpoint", lambda: check_same_optimizer(index, flat))
-        ties = {**parts.ties, **buffers.ties}
-        saved = saved_optimizer_states(index, parts.params, ties)
+    if wish.optimizer and flat is not None:
         forms = index.facts.get("optimizer", {}).get("forms", {})
+        saved = saved_optimizer_states(index, parts.params, ties, forms)
         incoming = flat.blank(saved, forms, rank=axis.rank, world=axis.size)
         wanted += optimizer_shards(incoming.pieces)
         kinds |= {kind for kind in index.kinds if kind.startswith(OPTIM)}
@@ -364,59 +269,89 @@ def _load_tensors(parts: SavedParts, index: Index, *, strict: bool, optimizer: b
         wanted=wanted,
         axis=axis,
         kinds=kinds,
-        ties={**parts.ties, **buffers.ties},
-        allow_missing=(lambda key: key.name in left_out) if strict else True,
-        allow_unexpected=not strict,
+        ties=ties,
+        allow_missing=(lambda key: key.name in left_out) if wish.strict else True,
+        allow_unexpected=not wish.strict,
         timeout=parts.config.checkpoint.timeout_seconds,
     )
-    settle(landings)
+    settle(landings if module else [])
     if incoming is not None and flat is not None:
         flat.adopt(incoming)
     runtime.publish(frozen=True)
 
 
-def _check_fits(parts: SavedParts, state: Mapping[str, Any], *, optimizer: bool, scheduler: bool, run: bool) -> None:
-    """Refuse before anything changes what would fail while it is restored."""
-    flat = parts.plan.optimizer
-    groups = state.get("groups")
-    if optimizer and flat is not None and groups is not None and len(groups) != len(flat.base.param_groups):
-        raise CheckpointError(
-            f"the checkpoint has {len(groups)} optimizer groups, this run {len(flat.base.param_groups)}. Build the "
-            "same groups, or load with load_optimizer_states=False."
-        )
-    if scheduler and parts.scheduler is not None and "scheduler" not in state:
-        raise CheckpointError(
-            "the checkpoint has no scheduler state, this run has a scheduler. Load with load_lr_scheduler_states=False "
-            "to start its schedule anew."
-        )
-    if run and parts.loader is not None and "loader" in state:
+def _check_fits(parts: SavedParts, opened: _Opened, wish: Wish) -> None:
+    """Refuse before anything changes what would fail, or be misread, while it is restored."""
+    index, state, flat = opened.index, opened.state, parts.plan.optimizer
+    if wish.optimizer and flat is not None:
+        _check_same_optimizer(index, flat)
+        _check_same_groups(state, flat)
+    if wish.scheduler and parts.scheduler is not None:
+        _check_same_scheduler(index, state, parts.scheduler)
+    if wish.run and parts.loader is not None and "loader" in state:
         parts.loader.check_state(state["loader"])
+    here = dict(parts.module.named_modules())
+    gone = next((fqn for fqn in state["extra_state"] if fqn not in here), None)
+    if gone is not None and wish.strict:
+        raise CheckpointError(
+            f"the checkpoint has extra state (get_extra_state) of module {gone!r}, which this model does not have."
+            f"{did_you_mean(gone, here)} Load with load_module_strict=False to leave it out."
+        )
 
 
-def _restore_run(
-    parts: SavedParts, index: Index, state: Mapping[str, Any], *, optimizer: bool, scheduler: bool, run: bool
-) -> None:
-    flat = parts.plan.optimizer
-    for fqn, extra in state.get("extra_state", {}).items():
-        parts.module.get_submodule(fqn).set_extra_state(extra)
-    if optimizer and flat is not None:
-        for group, saved in zip(flat.base.param_groups, state.get("groups", []), strict=True):
-            _restore_hyperparameters(group, saved)
-    if scheduler and parts.scheduler is not None:
-        parts.scheduler.load_state_dict(state["scheduler"])
-    if not run:
+def _check_same_optimizer(index: Index, optimizer: FlatOptimizer) -> None:
+    """Refuse the state of another kind of optimizer, which would be misread."""
+    saved = index.facts.get("optimizer", {}).get("class")
+    mine = type(optimizer.base).__name__
+    if saved is None or saved == mine or {saved, mine} <= _ALIKE:
         return
-    for name, value in state["counters"].items():
-        setattr(parts.counters, name, value)
-    if parts.loss_scale is not None and "loss_scale" in state:
+    raise CheckpointError(
+        f"the checkpoint holds the state of optimizer {saved}, this run uses {mine}. Load with "
+        "load_optimizer_states=False to take the parameters and start the optimizer afresh."
+    )
+
+
+def _check_same_groups(state: Mapping[str, Any], flat: FlatOptimizer) -> None:
+    saved, mine = state.get("groups"), flat.base.param_groups
+    if saved is not None and len(saved) != len(mine):
+        raise CheckpointError(
+            f"the checkpoint has {len(saved)} optimizer groups, this run {len(mine)}. Build the same groups, or load "
+            "with load_optimizer_states=False."
+        )
+
+
+def _check_same_scheduler(index: Index, state: Mapping[str, Any], scheduler: Any) -> None:
+    """torch's schedulers take over any state without a look at it; one of another class must have the same fields."""
+    mend = "Load with load_lr_scheduler_states=False to start its schedule anew."
+    if "scheduler" not in state:
+        raise CheckpointError(f"the checkpoint has no scheduler state, this run has a scheduler. {mend}")
+    saved, mine = index.facts.get("scheduler", {}).get("class"), type(scheduler).__name__
+    if saved != mine and state["scheduler"].keys() != scheduler.state_dict().keys():
+        raise CheckpointError(f"the checkpoint holds the state of scheduler {saved}, this run uses {mine}. {mend}")
+
+
+def _restore_settings(parts: SavedParts, state: Mapping[str, Any], wish: Wish) -> None:
+    """Everything but tensors that user code takes part in; `state` as from `_state`, so that it can be undone."""
+    flat = parts.plan.optimizer
+    modules = dict(parts.module.named_modules())
+    for fqn, extra in state["extra_state"].items():
+        if fqn in modules:
+            modules[fqn].set_extra_state(extra)
+    scheduled = wish.scheduler and parts.scheduler is not None
+    if flat is not None and (wish.optimizer or scheduled):
+        for group, saved in zip(flat.base.param_groups, state.get("groups", ()), strict=False):
+            # A schedule goes on from the learning rate it stood at.
+            _restore_group(group, saved if wish.optimizer else {"lr": saved["lr"]})
+    if scheduled:
+        parts.scheduler.load_state_dict(state["scheduler"])
+    if wish.run and parts.loss_scale is not None and "loss_scale" in state:
         parts.loss_scale.load_state_dict(state["loss_scale"])
-    if parts.loader is not None and "loader" in state:
-        parts.loader.load_state_dict(state["loader"])
-    _restore_rng(parts, index)
 
 
-def _restore_hyperparameters(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+def _restore_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
     for key, value in saved.items():
+        if key in _IMPLEMENTATION:
+            continue
         current = group.get(key)
         if isinstance(current, torch.Tensor):
             current.fill_(value)
@@ -424,12 +359,42 @@ def _restore_hyperparameters(group: dict[str, Any], saved: Mapping[str, Any]) ->
             group[key] = value
 
 
-def _restore_rng(parts: SavedParts, index: Index) -> None:
-    rank = parts.plan.runtime.axis.rank
-    states = checkpoint.read_rng(index, rank)
-    if states is None:
-        parts.teller.warn_once(
-            "rng", f"the checkpoint was saved by {index.content.world} ranks: ranks beyond keep their random state"
+def _changed_settings(parts: SavedParts, state: Mapping[str, Any]) -> list[str]:
+    """Hyper-parameters that this run was built with and that the checkpoint overrules, described."""
+    flat = parts.plan.optimizer
+    if flat is None:
+        return []
+    moving = _IMPLEMENTATION if parts.scheduler is None else _IMPLEMENTATION | _SCHEDULED
+    return [
+        f"group {number}: {key} {mine[key]!r} -> {saved[key]!r}"
+        for number, (group, saved) in enumerate(zip(flat.base.param_groups, state.get("groups", ()), strict=False))
+        for mine in [_hyperparameters(group)]
+        for key in sorted(mine.keys() & saved.keys() - moving)
+        if mine[key] != saved[key]
+    ]
+
+
+def _restore_run(parts: SavedParts, opened: _Opened) -> None:
+    """What cannot fail: it has been checked and is our own."""
+    for name, value in opened.state["counters"].items():
+        setattr(parts.counters, name, value)
+    if parts.loader is not None and "loader" in opened.state:
+        parts.loader.load_state_dict(opened.state["loader"])
+    if opened.rng is not None:
+        devices.set_rng_states(parts.device, opened.rng)
+
+
+def _tell(parts: SavedParts, opened: _Opened, changed: list[str], wish: Wish) -> None:
+    """What a load did that may surprise."""
+    if changed:
+        parts.teller.warn(
+            f"load_checkpoint: the checkpoint's hyper-parameters replace this run's: {', '.join(changed)}. To keep "
+            "these, set them in engine.optimizer.param_groups now, or load with load_optimizer_states=False"
         )
-        return
-    devices.set_rng_states(parts.device, states)
+    if wish.optimizer and parts.plan.optimizer is not None and "groups" not in opened.state:
+        parts.teller.warn("load_checkpoint: the checkpoint has no optimizer state; the optimizer starts afresh")
+    world, size = opened.index.content.world, parts.plan.runtime.axis.size
+    if wish.run and world < size:
+        parts.teller.warn(
+            f"load_checkpoint: {world} ranks saved it, so ranks {world} to {size - 1} keep their own random state"
+        )

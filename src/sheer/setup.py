@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from sheer import comm, observe, persist
+from sheer import comm, observe
 from sheer import device as devices
 from sheer.comm import Axis
 from sheer.compiler import Compiler
@@ -23,6 +23,7 @@ from sheer.optim.handle import ShardedOptimizer
 from sheer.optim.loss_scale import build_loss_scale
 from sheer.optim.registry import optimizer_factory
 from sheer.optim.schedules import build_scheduler
+from sheer.shards import names_and_ties
 from sheer.zero import runtime_of
 
 ConfigSource = Config | Mapping[str, Any] | str | os.PathLike[str]
@@ -209,7 +210,7 @@ def _group_of(module: torch.nn.Module, base: torch.optim.Optimizer | None, telle
     """Parameter name -> index of its group. Parameters in no group are said: they would silently never train."""
     if base is None:
         return {}
-    params, _ties = persist.names_and_ties(module)
+    params, _ties = names_and_ties(module)
     names = {id(param): fqn for fqn, param in params.items()}
     groups: dict[str, int] = {}
     for number, group in enumerate(base.param_groups):

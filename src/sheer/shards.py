@@ -1,0 +1,166 @@
+"""Between a model's buckets and the checkpoint room: which shards there are to save, and where loaded ones go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from sheer.checkpoint import Index, Key, Shard
+from sheer.optim.flat import FlatOptimizer, SavedState, StateForm, StatePiece
+from sheer.zero import LOW_PRECISION, FlatBucket, ZeroRuntime
+
+OPTIM = "optim."
+
+
+class Buffers(NamedTuple):
+    """The persistent buffers of a module by name, each once."""
+
+    tensors: Mapping[str, torch.Tensor]
+    ties: Mapping[str, str]
+
+
+class Landing(NamedTuple):
+    """A place to load a buffer into that is not flat memory itself."""
+
+    flat: torch.Tensor
+    buffer: torch.Tensor
+
+
+def names_and_ties(module: torch.nn.Module) -> tuple[dict[str, torch.nn.Parameter], dict[str, str]]:
+    """The module's parameters by fully qualified name, each once, and alias -> name for tied ones."""
+    first: dict[int, str] = {}
+    ties: dict[str, str] = {}
+    params: dict[str, torch.nn.Parameter] = {}
+    for fqn, param in module.named_parameters(remove_duplicate=False):
+        if id(param) in first:
+            ties[fqn] = first[id(param)]
+        else:
+            first[id(param)] = fqn
+            params[fqn] = param
+    return params, ties
+
+
+def persistent_buffers(module: torch.nn.Module) -> Buffers:
+    """What `state_dict` would hold of the module's buffers."""
+    first: dict[int, str] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    ties: dict[str, str] = {}
+    for path, owner in module.named_modules(remove_duplicate=False):
+        for name, buffer in owner._buffers.items():
+            if buffer is None or name in owner._non_persistent_buffers_set:
+                continue
+            fqn = f"{path}.{name}" if path else name
+            if id(buffer) in first:
+                ties[fqn] = first[id(buffer)]
+            else:
+                first[id(buffer)] = fqn
+                tensors[fqn] = buffer
+    return Buffers(tensors, ties)
+
+
+# --- saving -----------------------------------------------------------------------------------------------------------
+
+
+def shards_to_save(
+    runtime: ZeroRuntime, optimizer: FlatOptimizer | None, buffers: Buffers, *, without: frozenset[str]
+) -> list[Shard]:
+    """This rank's part: an interval of every bucket, so that over all ranks every element is written once.
+
+    fp32 masters are what is written of low-precision parameters. Buffers are rank 0's.
+    """
+    shards = [shard for flat in runtime.flats for shard in _param_shards(flat, runtime) if shard.name not in without]
+    if runtime.axis.rank == 0:
+        shards += [
+            Shard("buffer", fqn, tuple(buffer.shape), 0, buffer.detach().reshape(-1))
+            for fqn, buffer in buffers.tensors.items()
+        ]
+    if optimizer is not None:
+        within = {i: m.bucket.shard(runtime.axis.rank) for i, m in enumerate(optimizer.masters)}
+        shards += [
+            Shard(OPTIM + piece.key, piece.fqn, piece.shape, piece.start, piece.data.detach())
+            for piece in optimizer.export(within=within)
+        ]
+    return shards
+
+
+def _param_shards(flat: FlatBucket, runtime: ZeroRuntime) -> Iterator[Shard]:
+    for piece in flat.plan.pieces(flat.plan.shard(runtime.axis.rank)):
+        yield Shard(
+            "param", piece.fqn, piece.shape, piece.start, _elements(flat, piece.offset, piece.stop - piece.start)
+        )
+
+
+def _elements(flat: FlatBucket, offset: int, numel: int) -> torch.Tensor:
+    """Elements [offset, offset + numel) of the bucket, as exact as they are known here."""
+    if flat.has_master:
+        return flat.master[offset - flat.owned.start :][:numel]
+    return flat.full[offset : offset + numel]
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def wanted_params(runtime: ZeroRuntime) -> list[Shard]:
+    """Where parameters are to be loaded: masters where there are some, else this rank's part of the buffers."""
+    return [
+        Shard("param", piece.fqn, piece.shape, piece.start, _elements(flat, piece.offset, piece.stop - piece.start))
+        for flat in runtime.flats
+        for piece in flat.plan.pieces(flat.owned)
+    ]
+
+
+def wanted_buffers(buffers: Buffers) -> tuple[list[Shard], list[Landing]]:
+    """Where buffers are to be loaded; `Landing`s are to be copied on once everything has arrived."""
+    shards, landings = [], []
+    for fqn, buffer in buffers.tensors.items():
+        flat = buffer.detach().view(-1) if buffer.is_contiguous() else torch.empty_like(buffer).reshape(-1)
+        if not buffer.is_contiguous():
+            landings.append(Landing(flat, buffer))
+        shards.append(Shard("buffer", fqn, tuple(buffer.shape), 0, flat))
+    return shards, landings
+
+
+def settle(landings: list[Landing]) -> None:
+    """Copy loaded buffers on to where they live."""
+    with torch.no_grad():
+        for flat, buffer in landings:
+            buffer.copy_(flat.view(buffer.shape))
+
+
+def saved_optimizer_states(
+    index: Index, params: Mapping[str, torch.nn.Parameter], ties: Mapping[str, str], forms: Mapping[str, str]
+) -> dict[str, dict[str, SavedState]]:
+    """What `index` has of the optimizer's state, under this model's names: fqn -> key -> SavedState.
+
+    Per-element state in the dtype that its parameter was saved in comes in the dtype that it is updated in here.
+    """
+    aliases: dict[str, list[str]] = {}
+    for alias, owner in ties.items():
+        aliases.setdefault(owner, []).append(alias)
+    saved: dict[str, dict[str, SavedState]] = {}
+    keys = sorted(kind.removeprefix(OPTIM) for kind in index.kinds if kind.startswith(OPTIM))
+    for fqn, param in params.items():
+        candidates = [fqn, *aliases.get(fqn, ())]
+        candidates += [index.ties[name] for name in list(candidates) if name in index.ties]
+        of_param = _entry(index, "param", candidates)
+        for key in keys:
+            entry = _entry(index, OPTIM + key, candidates)
+            if entry is None:
+                continue
+            dtype = entry.torch_dtype
+            if forms.get(key) == StateForm.ELEMENT and of_param is not None and of_param.torch_dtype is dtype:
+                dtype = torch.float32 if param.dtype in LOW_PRECISION else param.dtype
+            saved.setdefault(fqn, {})[key] = SavedState(tuple(entry.shape), dtype)
+    return saved
+
+
+def _entry(index: Index, kind: str, names: list[str]) -> Any:
+    """The first of `names` that `index` has as a `kind`; None where it has none."""
+    return next((entry for name in names if (entry := index.entry(Key(kind, name))) is not None), None)
+
+
+def optimizer_shards(pieces: list[StatePiece]) -> list[Shard]:
+    """Where optimizer state is to be loaded."""
+    return [Shard(OPTIM + piece.key, piece.fqn, piece.shape, piece.start, piece.data) for piece in pieces]
