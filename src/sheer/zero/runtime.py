@@ -77,7 +77,7 @@ class ZeroRuntime:
         self._all_used = torch.ones(sum(len(grad.flat.params) for grad in self.grads), device=device)
         self._next = 0
         self._in_flight: deque[BucketGrad] = deque()
-        self._announced = False
+        self._reduced_before = False
         self._hooks = [
             param.register_post_accumulate_grad_hook(GradHook(self, position, index))  # type: ignore[no-untyped-call]
             for position, grad in enumerate(self.grads)
@@ -96,7 +96,6 @@ class ZeroRuntime:
     def backward(self) -> Iterator[None]:
         """Around a backward that the engine runs itself: announces it and finishes it."""
         self._begin()
-        self._announced = True
         yield
         self.finish()
 
@@ -112,9 +111,8 @@ class ZeroRuntime:
 
         def announce(_grads: object) -> None:
             runtime = reference()
-            if runtime is not None and not runtime._announced:
+            if runtime is not None and not runtime.running:
                 runtime._begin()
-                runtime._announced = True
                 _at_end_of_backward(runtime)
 
         for leaf in _pytree.tree_leaves(outputs):
@@ -122,6 +120,7 @@ class ZeroRuntime:
                 leaf.grad_fn.register_prehook(announce)
 
     def _begin(self) -> None:
+        self._reduced_before = self.reduced
         self.running, self.reduced = True, False
         self._next = 0
         for grad in self.grads:
@@ -131,6 +130,7 @@ class ZeroRuntime:
         """A gradient has come about which counting was not enough."""
         grad = self.grads[position]
         if not self.running:  # nobody announced this backward: the model was called around the engine
+            self.running = True  # where it is refused, it has not finished either
             grad.require_hidden(index)
             self._begin()
             _at_end_of_backward(self)
@@ -140,7 +140,7 @@ class ZeroRuntime:
             grad.late = True
         elif grad.countdown.pending == 0:
             self._collect(grad)
-            if self.reducing:
+            if self.reducing and _speaks_last(grad.flat.params[index]):
                 self._launch_ready()
 
     def _collect(self, grad: BucketGrad) -> None:
@@ -167,8 +167,10 @@ class ZeroRuntime:
     def _finish_announced(self) -> None:
         if any(grad.late or grad.countdown.started for grad in self.grads):
             self.finish()
-        else:  # torch.autograd.grad: it accumulates nothing
-            self._rest()
+            return
+        self._rest()  # torch.autograd.grad: it accumulates nothing
+        if self._reduced_before:
+            self._note_reduced()
 
     def finish(self) -> None:
         """The backward is over: launch what is left, so that every bucket has been, and show what can be shown."""
@@ -181,13 +183,16 @@ class ZeroRuntime:
         for index, grad in enumerate(self.grads):
             if index >= self._next or grad.late:
                 self._launch(grad)
+        self._note_reduced()
+
+    def _note_reduced(self) -> None:
         self._next = len(self.grads)
         self.reduced = True
         if self.layout.stage.optim is Placement.REPLICATED:
             self._average()
 
     def _rest(self) -> None:
-        self._announced = self.running = False
+        self.running = False
         for grad in self.grads:
             grad.countdown.live = False
 
@@ -315,6 +320,13 @@ def runtime_of(param: torch.Tensor) -> ZeroRuntime | None:
     hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
     found = [hook.runtime for hook in hooks.values() if isinstance(hook, GradHook)]
     return next((runtime for runtime in found if runtime is not None), None)
+
+
+def _speaks_last(param: torch.Tensor) -> bool:
+    """Whether no hook of the user's comes after ours on `param`: one that does must find `.grad` there, so its bucket
+    leaves with the next one."""
+    hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+    return isinstance(next(reversed(hooks.values()), None), GradHook)
 
 
 def _at_end_of_backward(runtime: ZeroRuntime) -> None:
