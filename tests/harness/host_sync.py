@@ -30,10 +30,26 @@ class HostSync(AssertionError):
     """Something asked for a value that only the device knows yet."""
 
 
+class _Budget:
+    """How many reads may still happen."""
+
+    def __init__(self, reads: int) -> None:
+        self.left = reads
+
+    def spend(self, what: str) -> None:
+        if not self.left:
+            raise HostSync(f"{what} makes the host wait for the device")
+        self.left -= 1
+
+
 class _Operators(TorchDispatchMode):
+    def __init__(self, budget: _Budget) -> None:
+        super().__init__()
+        self._budget = budget
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name in SYNCING_OPS or _is_boolean_index(func, args):
-            raise HostSync(f"{func._schema.name} makes the host wait for the device")
+            self._budget.spend(func._schema.name)
         return func(*args, **(kwargs or {}))
 
 
@@ -44,16 +60,22 @@ def _is_boolean_index(func: Any, args: Any) -> bool:
 
 
 class _Methods(TorchFunctionMode):
+    def __init__(self, budget: _Budget) -> None:
+        super().__init__()
+        self._budget = budget
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in SYNCING_METHODS:
-            raise HostSync(f"Tensor.{func.__name__}() makes the host wait for the device")
+            self._budget.spend(f"Tensor.{func.__name__}()")
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def no_host_sync() -> Iterator[None]:
-    """Raise `HostSync` where the block would make the host wait, in this thread."""
+def no_host_sync(*, reads: int = 0) -> Iterator[None]:
+    """Raise `HostSync` where the block would make the host wait, in this thread; `reads` of them are to happen."""
+    budget = _Budget(reads)
     with ExitStack() as modes:
-        modes.enter_context(_Operators())
-        modes.enter_context(_Methods())
+        modes.enter_context(_Operators(budget))
+        modes.enter_context(_Methods(budget))
         yield
+    assert budget.left == 0, f"{budget.left} of {reads} expected reads did not happen"
