@@ -111,6 +111,7 @@ class Engine(DeepSpeedNames):
     def _replan(self) -> None:
         """Parameters were frozen or unfrozen: new buckets, every state kept under its parameter's name."""
         self._flags = self._trainable_now()
+        self._runtime.heed_user()
         self._plan = planning.rebuild(self._plan, self._params, **self._circumstances())
         self._runtime = self._plan.runtime
         self._attach()
@@ -532,9 +533,17 @@ class Engine(DeepSpeedNames):
             raise UsageError("this engine has no optimizer")
         return self._plan.optimizer
 
-    def reduce_now(self) -> None:
-        """Reduce this step's gradients before `step`, so that they can be read or changed. Collective."""
-        self._reduce(self._window + 1)
+    def reduce_now(self, *, to_write: bool = False) -> bool:
+        """Reduce this step's gradients before `step`, so that they can be read or changed. Collective.
+
+        False where no rank has any; nothing is done then, unless it is `to_write` them.
+        """
+        there = any(self._axis.gather_objects(self._runtime.dirty))
+        if not there and to_write:
+            self._scaled = True  # what will be written is written with the loss scale
+        if there or to_write:
+            self._reduce(self._window + 1)
+        return there
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -22,17 +22,18 @@ def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
     if found is None:
         return None
     engine, grad, index = found
+    grad.flat.adopt()
     grad.flat.absorb()
     return _full(engine, grad, index, grad.flat.master).float()
 
 
 def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Overwrite the parameter and its master with `value` (full shape, equal on all ranks)."""
-    engine, grad, index = _required(param)
+    _, grad, index = _required(param)
+    grad.flat.adopt()
     _write(grad, index, grad.flat.master, value)
     with torch.no_grad():
         param.copy_(value)
-    del engine
 
 
 def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
@@ -42,7 +43,8 @@ def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
     if found is None:
         return None
     engine, grad, index = found
-    engine.reduce_now()
+    if not engine.reduce_now():
+        return None
     if not grad.used[index] and not _used_anywhere(engine, grad, index):
         return None
     return _full(engine, grad, index, grad.owned()).float() / engine.loss_scale()
@@ -51,7 +53,7 @@ def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
 def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Overwrite the mean gradient that the coming step will use (full shape, equal on all ranks)."""
     engine, grad, index = _required(param)
-    engine.reduce_now()
+    engine.reduce_now(to_write=True)
     grad.used[index] = 1
     _write(grad, index, grad.owned(), value * engine.loss_scale())
 
