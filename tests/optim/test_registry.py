@@ -29,7 +29,7 @@ OWN = f"{__name__}.OwnOptimizer"
         ("Adam", {"adam_w_mode": True}, torch.optim.AdamW, {"weight_decay": 0.0, "fused": True}),
         ("Adam", {"adam_w_mode": False, "torch_adam": True}, torch.optim.Adam, {"fused": True}),
         ("AdamW", {"adam_w_mode": True, "bias_correction": True}, torch.optim.AdamW, {"fused": True}),
-        ("sgd", {"lr": 1, "momentum": 0.9}, torch.optim.SGD, {"lr": 1, "momentum": 0.9, "fused": True}),
+        ("sgd", {"lr": 1, "momentum": 0.9}, torch.optim.SGD, {"lr": 1, "momentum": 0.9, "foreach": True}),
         ("Adagrad", {}, torch.optim.Adagrad, {"foreach": True}),
         ("rmsprop", {"foreach": False}, torch.optim.RMSprop, {"foreach": False}),
         ("AdamW", {"fused": False}, torch.optim.AdamW, {"fused": False}),

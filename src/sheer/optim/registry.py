@@ -21,8 +21,9 @@ class OptimizerRecipe(NamedTuple):
     kwargs: dict[str, Any]
 
 
-# torch's classes whose fused kernel exists on every device type torch trains on (Adagrad's: CPU and CUDA only).
-_FUSED = frozenset({"Adam", "AdamW", "SGD"})
+# torch's classes whose fused kernel exists on every device type torch trains on (Adagrad's: CPU and CUDA only). SGD's
+# fails where some parameters have momentum and others have none yet, as after unfreezing (torch 2.13: a TypeError).
+_FUSED = frozenset({"Adam", "AdamW"})
 
 # Parameters by which a user chooses the implementation.
 _IMPLEMENTATION = frozenset({"fused", "foreach", "differentiable", "capturable"})
