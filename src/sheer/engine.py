@@ -384,8 +384,13 @@ class Engine(DeepSpeedNames):
             torch._foreach_mul_(grads, factor)
         elif scale != 1.0:
             torch._foreach_mul_(grads, 1.0 / scale)
-        optimizer.update(grads, unused=unused)
-        self._runtime.publish()
+        runtime = self._runtime
+        if runtime.gathers:
+            optimizer.update(grads, unused=unused, then=runtime.publish)
+            runtime.wait_gathered()
+        else:
+            optimizer.update(grads, unused=unused)
+            runtime.publish_all()
 
     def _report_overflow(self) -> None:
         first = statistics.first_not_finite(self._runtime)

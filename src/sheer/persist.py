@@ -277,7 +277,7 @@ def _load_tensors(parts: SavedParts, index: Index, wish: Wish, *, module: bool) 
     settle(landings if module else [])
     if incoming is not None and flat is not None:
         flat.adopt(incoming)
-    runtime.publish(frozen=True)
+    runtime.publish_all()
 
 
 def _check_fits(parts: SavedParts, opened: _Opened, wish: Wish) -> None:

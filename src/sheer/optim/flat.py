@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from math import prod
@@ -174,17 +174,43 @@ class FlatOptimizer:
 
     # --- update -----------------------------------------------------------------------------------------------------
 
-    def update(self, grads: Sequence[torch.Tensor], *, unused: Collection[str] = ()) -> None:
-        """One optimizer step with `grads` (one per master: [owned], its dtype); parameters in `unused` keep still."""
+    def update(
+        self,
+        grads: Sequence[torch.Tensor],
+        *,
+        unused: Collection[str] = (),
+        then: Callable[[int], None] | None = None,
+    ) -> None:
+        """One optimizer step with `grads` (one per master: [owned], its dtype); parameters in `unused` keep still.
+
+        With `then`, masters are updated one by one in order of use, and it is called with the index of each that is
+        done, so that its result can travel while the next is computed. An optimizer of the user's, or one with step
+        hooks, steps once all the same: its step may count, or look at all parameters.
+        """
         if unused:
             self._isolate(frozenset(unused))
-        for run in self.runs:
-            if unused and all(slot.fqn in unused for slot in self._slots(run)):
-                continue
+        moving = [run for run in self.runs if not unused or any(s.fqn not in unused for s in self._slots(run))]
+        if then is None:
+            self._step(moving, grads)
+            return
+        in_parts = self._may_step_in_parts()
+        if not in_parts:
+            self._step(moving, grads)
+        for index in range(len(self.masters) - 1, -1, -1):
+            if in_parts:
+                self._step([run for run in moving if run.master == index], grads)
+            then(index)
+
+    def _may_step_in_parts(self) -> bool:
+        hooks = self.base._optimizer_step_pre_hooks or self.base._optimizer_step_post_hooks
+        return type(self.base) in _ELEMENTWISE and not hooks
+
+    def _step(self, runs: Sequence[Run], grads: Sequence[torch.Tensor]) -> None:
+        for run in runs:
             start = self.masters[run.master].owned.start
             run.tensor.grad = grads[run.master][run.span.start - start : run.span.stop - start].view_as(run.tensor)
         self.base.step()
-        for run in self.runs:
+        for run in runs:
             run.tensor.grad = None
 
     def _slots(self, run: Run) -> list[Slot]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch.utils import _pytree
 
-from sheer.comm import Arena, Axis, Lane
+from sheer.comm import Arena, Axis, Lane, Ticket
 from sheer.layout import Layout, Placement
 from sheer.zero.flat import FlatBucket
 from sheer.zero.grads import BucketGrad, GradState, ResidentGrad, ShardedGrad, Wire
@@ -78,6 +78,7 @@ class ZeroRuntime:
         self._next = 0
         self._in_flight: deque[BucketGrad] = deque()
         self._reduced_before = False
+        self._gathering: list[Ticket] = []
         self._hooks = [
             param.register_post_accumulate_grad_hook(GradHook(self, position, index))  # type: ignore[no-untyped-call]
             for position, grad in enumerate(self.grads)
@@ -261,16 +262,31 @@ class ZeroRuntime:
             flat.absorb()
         return adopted
 
-    def publish(self, *, frozen: bool = False) -> None:
-        """Masters into parameters, and parameters to every rank, in order of use; `frozen` ones only on request."""
-        flats = [flat for flat in reversed(self.flats) if flat.plan.trainable or frozen]
-        tickets = []
-        for flat in flats:
-            flat.publish()
-            if self.layout.stage.optim is Placement.SHARDED:
-                tickets.append(flat.gather(self.lane))  # travels while the next is rounded
-        for ticket in tickets:
+    @property
+    def gathers(self) -> bool:
+        """Whether updated parameters must travel between ranks."""
+        return self.layout.stage.optim is Placement.SHARDED and self.axis.size > 1
+
+    def publish(self, position: int) -> None:
+        """The master of the trained bucket at `position` into parameters, and on its way to every rank."""
+        self._publish(self.grads[position].flat)
+
+    def publish_all(self) -> None:
+        """Every master and every frozen parameter to every rank."""
+        for flat in reversed(self.flats):
+            self._publish(flat)
+        self.wait_gathered()
+
+    def _publish(self, flat: FlatBucket) -> None:
+        flat.publish()
+        if self.gathers:
+            self._gathering.append(flat.gather(self.lane))
+
+    def wait_gathered(self) -> None:
+        """Parameters are whole again on every rank."""
+        for ticket in self._gathering:
             ticket.wait()
+        self._gathering = []
 
     def remove_hooks(self) -> None:
         """Stop listening to parameters."""
