@@ -237,7 +237,7 @@ class Arena:
     def acquire(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A buffer of `numel` elements with unspecified contents."""
         idle = self._idle[numel, dtype]
-        buffer = idle.pop() if idle else torch.empty(numel, dtype=dtype, device=self.device)
+        buffer = idle.pop() if idle else devices.aligned_zeros(numel, dtype=dtype, device=self.device)
         self.live += buffer.nbytes
         self.peak = max(self.peak, self.live)
         return buffer

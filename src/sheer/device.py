@@ -9,6 +9,9 @@ import torch
 # Which process-group backend speaks for which device type; anything else falls back to gloo.
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "hpu": "hccl"}
 
+_ALIGNMENT = 256
+"""Bytes; accelerators' allocators give no less, the CPU's gives 64."""
+
 
 def pick(local_rank: int) -> torch.device:
     """The device this process trains on: its accelerator by local rank where there is one, else the CPU."""
@@ -32,6 +35,16 @@ def backend(device: torch.device) -> str:
 def local_rank() -> int:
     """This process's index on its machine as the launcher gave it; 0 without a launcher."""
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def aligned_zeros(numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A flat buffer that starts at a multiple of 256 bytes, so that aligned places in it are aligned memory."""
+    buffer = torch.zeros(numel, dtype=dtype, device=device)
+    if buffer.data_ptr() % _ALIGNMENT == 0:
+        return buffer
+    roomy = torch.zeros(numel + _ALIGNMENT // dtype.itemsize, dtype=dtype, device=device)
+    shift = -roomy.data_ptr() % _ALIGNMENT // dtype.itemsize
+    return roomy[shift : shift + numel]
 
 
 def rng_states(device: torch.device) -> dict[str, torch.Tensor]:

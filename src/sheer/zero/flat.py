@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sheer.device import aligned_zeros
 from sheer.errors import UsageError
 from sheer.layout import Bucket, Interval, Slot, overlap
 
@@ -36,11 +37,13 @@ class FlatBucket:
         self._restored_grad_dtype = tuple(param.grad_dtype for param in self.params)
         # The master starts from the values the user gave, before any rounding to the compute dtype.
         staging_dtype = torch.float32 if self.has_master else plan.key.dtype
-        staging = torch.zeros(plan.numel, dtype=staging_dtype, device=device)
+        staging = aligned_zeros(plan.numel, dtype=staging_dtype, device=device)
         for slot, param in zip(plan.slots, self.params, strict=True):
             staging[slot.start : slot.stop].copy_(param.detach().reshape(-1))
         axis.broadcast(staging)
-        self.full = staging.to(plan.key.dtype)
+        self.full = staging
+        if self.has_master:
+            self.full = aligned_zeros(plan.numel, dtype=plan.key.dtype, device=device).copy_(staging)
         own = self.full[owned.start : owned.stop]
         self.master = staging[owned.start : owned.stop].clone() if self.has_master else own
         self._views = tuple(self.full[slot.start : slot.stop].view(slot.shape) for slot in plan.slots)

@@ -16,6 +16,7 @@ from typing import NamedTuple, final
 import torch
 
 from sheer.comm import Arena, Lane, Ticket
+from sheer.device import aligned_zeros
 from sheer.errors import UsageError
 from sheer.layout import Interval, Placement
 from sheer.zero.flat import FlatBucket
@@ -263,7 +264,7 @@ class ResidentGrad(BucketGrad):
     def __init__(self, flat: FlatBucket, *, rank: int, target: Placement, lane: Lane, arena: Arena, wire: Wire) -> None:
         super().__init__(flat, rank=rank, target=target, lane=lane, arena=arena, wire=wire)
         plan = flat.plan
-        self._make_views(torch.zeros(plan.numel, dtype=plan.key.grad_dtype, device=flat.full.device))
+        self._make_views(aligned_zeros(plan.numel, dtype=plan.key.grad_dtype, device=flat.full.device))
 
     @property
     def _buffer(self) -> torch.Tensor:
