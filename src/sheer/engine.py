@@ -83,7 +83,7 @@ class Engine(DeepSpeedNames):
         self._forced_boundary: bool | None = None
         self._syncing = True
         self._divide = True  # whether this window is averaged over its micro-batches
-        self._scaled = False  # whether a backward of this window carried the loss scale
+        self._scaled = False  # whether the user asked for the loss scale in this micro-batch
         self._losses: list[torch.Tensor] = []
         self._applied = False
         self._alive = True
@@ -159,7 +159,7 @@ class Engine(DeepSpeedNames):
         self._arm()
         try:
             with self._runtime.backward():
-                self.scale(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+                self._times_scale(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         except BaseException:
             self._abandon("backward failed")
             raise
@@ -169,6 +169,9 @@ class Engine(DeepSpeedNames):
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the fp16 loss scale, for a plain `.backward()`; unchanged at other precisions."""
         self._scaled = True
+        return self._times_scale(loss)
+
+    def _times_scale(self, loss: torch.Tensor) -> torch.Tensor:
         return loss if self._scale is None else loss.float() * self._scale.scale
 
     def _check_loss(self, loss: object) -> None:
@@ -311,6 +314,7 @@ class Engine(DeepSpeedNames):
             )
 
     def _finish_micro_batch(self) -> None:
+        self._check_scaled()
         self._applied = False
         self.counters.micro_steps += 1
         self._window += 1
@@ -330,12 +334,13 @@ class Engine(DeepSpeedNames):
         self._runtime.complete()
 
     def _check_scaled(self) -> None:
-        """Refuse gradients that would be divided by a loss scale they were never given."""
-        if self._scale is not None and not self._scaled and self._runtime.dirty:
+        """Refuse gradients of this micro-batch that would be divided by a loss scale they were never given."""
+        if self._scale is not None and self._runtime.by_user and not self._scaled:
             raise UsageError(
                 "fp16 gradients without the loss scale: use engine.backward(loss), or engine.scale(loss).backward(). "
                 "engine.zero_grad() forgets them"
             )
+        self._runtime.by_user = self._scaled = False
 
     def _update(self, micro_batches: int, *, lr_kwargs: Mapping[str, Any] | None = None) -> StepResult:
         """STEP: everything after the reduction. Stays on the device unless something must be decided on the host."""
@@ -544,8 +549,6 @@ class Engine(DeepSpeedNames):
         False where no rank has any; nothing is done then, unless it is `to_write` them.
         """
         there = any(self._axis.gather_objects(self._runtime.dirty))
-        if not there and to_write:
-            self._scaled = True  # what will be written is written with the loss scale
         if there or to_write:
             self._reduce(self._window + 1)
         return there

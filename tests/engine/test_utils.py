@@ -157,9 +157,9 @@ def test_refuses_what_it_cannot_do() -> None:
         with pytest.raises(UsageError, match=r"blocks\.0\.up\.weight.*\(24, 12\).*\(3,\)"):
             wrong(torch.zeros(3))
     engine.zero_grad()
-    with pytest.raises(UsageError, match="exp_avgg.*Did you mean 'exp_avg'"):
+    with pytest.raises(UsageError, match=r"exp_avgg.*Did you mean 'exp_avg'"):
         safe_get_full_optimizer_state(weight, "exp_avgg")
-    with pytest.raises(UsageError, match="'step' is not a per-element optimizer state.*exp_avg"):
+    with pytest.raises(UsageError, match=r"'step' is not a per-element optimizer state.*exp_avg"):
         safe_set_full_optimizer_state(weight, torch.zeros(()), "step")
 
 

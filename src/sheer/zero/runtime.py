@@ -63,6 +63,8 @@ class ZeroRuntime:
         """Whether every bucket has been launched since gradients last arrived."""
         self.running = False
         """Whether a backward has begun and not finished."""
+        self.by_user = False
+        """Whether a backward that the engine did not run has brought gradients; the engine takes this back."""
         self.flats = tuple(
             FlatBucket(
                 bucket,
@@ -86,7 +88,9 @@ class ZeroRuntime:
         ]
 
     def _make_grad(self, flat: FlatBucket, wiring: Wiring) -> BucketGrad:
-        wire = Wire(wiring.dtype or flat.plan.key.dtype, wiring.prescale)
+        key = flat.plan.key
+        # One rank sends nothing, so nothing is rounded for the journey.
+        wire = Wire(wiring.dtype or key.dtype if self.axis.size > 1 else key.grad_dtype, wiring.prescale)
         make = _GRADS[self.layout.stage.grad]
         target = self.layout.stage.optim
         return make(flat, rank=self.axis.rank, target=target, lane=self.lane, arena=self.arena, wire=wire)
@@ -167,6 +171,7 @@ class ZeroRuntime:
 
     def _finish_announced(self) -> None:
         if any(grad.late or grad.countdown.started for grad in self.grads):
+            self.by_user = True
             self.finish()
             return
         self._rest()  # torch.autograd.grad: it accumulates nothing
@@ -223,7 +228,7 @@ class ZeroRuntime:
         self._in_flight.clear()
         for grad in self.grads:
             grad.clear()
-        self.reduced = False
+        self.reduced = self.by_user = False
 
     @property
     def dirty(self) -> bool:
