@@ -16,7 +16,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from sheer import errors
 from sheer.errors import CommError, UsageError
 
 Finish = Callable[[], None]
+T = TypeVar("T")
 
 
 class Traffic(NamedTuple):
@@ -316,6 +317,17 @@ class Axis:
         known: type[errors.SheerError] = getattr(errors, first, errors.CommError)
         raise known(f"{doing} failed on {len(failed)} of {self.size} ranks:\n{listing}") from error
 
+    def together(self, work: Callable[[], T], *, doing: str) -> T:
+        """Run `work` on every rank and give its result; where it failed on any rank, raise on all."""
+        error: BaseException | None = None
+        results: list[T] = []
+        try:
+            results.append(work())
+        except Exception as failure:
+            error = failure
+        self.agree(error, doing=doing)
+        return results[0]
+
     def assemble(self, name: str, *, timeout: float) -> None:
         """Wait until every rank has come here; after `timeout` seconds an error names the ranks that have not.
 
@@ -377,6 +389,11 @@ def init_process_group(device: torch.device, *, timeout: float | None = None) ->
         devices.backend(device), timeout=None if timeout is None else datetime.timedelta(seconds=timeout)
     )
     return True
+
+
+def rank() -> int:
+    """This process's rank of all, as the process group or else the launcher says; 0 alone."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def data_axis() -> Axis:

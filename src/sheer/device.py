@@ -32,9 +32,9 @@ def backend(device: torch.device) -> str:
     return _BACKENDS.get(device.type, "gloo")
 
 
-def local_rank() -> int:
-    """This process's index on its machine as the launcher gave it; 0 without a launcher."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+def local_rank(*, rank: int) -> int:
+    """This process's index on its machine, as the launcher gave it; where it gave none, `rank`, its index of all."""
+    return int(os.environ.get("LOCAL_RANK", rank))
 
 
 def aligned_zeros(numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -13,11 +13,11 @@ from sheer import comm, observe
 from sheer import device as devices
 from sheer.comm import Axis
 from sheer.compiler import Compiler
-from sheer.config import Config, resolve_batch
+from sheer.config import BatchSizes, Config, resolve_batch
 from sheer.data import ResumableLoader, build_loader
 from sheer.engine import Engine, Parts
 from sheer.errors import ConfigError, UsageError
-from sheer.monitor import build_monitors
+from sheer.monitor import Monitor, build_monitors
 from sheer.observe import Teller
 from sheer.optim.handle import ShardedOptimizer
 from sheer.optim.loss_scale import build_loss_scale
@@ -73,43 +73,103 @@ def initialize(
     Raises:
         ConfigError, UsageError, DataError: on every rank, before the model is touched, naming what is wrong.
     """
-    _refuse(distributed_port=distributed_port, mpu=mpu, mesh_param=mesh_param)
-    module = _check_model(model)
-    settings = Config.load(_one_config(args, config, config_params))
     observe.ensure_handler()
-    device = devices.pick(devices.local_rank())
+    device = devices.pick(devices.local_rank(rank=comm.rank()))
     devices.activate(device)
     made_group = dist_init_required is not False and comm.init_process_group(device)
+    leave = comm.destroy_process_group if made_group else _stay
     axis = comm.data_axis()
-    batch = resolve_batch(settings, axis.size)
+
+    def prepare() -> _Ready:
+        _refuse(distributed_port=distributed_port, mpu=mpu, mesh_param=mesh_param)
+        given = _Given(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn)
+        return _prepare(given, Config.load(_one_config(args, config, config_params)), axis)
+
+    try:
+        ready = axis.together(prepare, doing="sheer.initialize")
+        _check_same_model(ready.module, axis)
+        return _build(ready, axis, device, leave)
+    except BaseException:
+        leave()
+        raise
+
+
+class _Given(NamedTuple):
+    """The arguments of `initialize` that are objects."""
+
+    model: torch.nn.Module | None
+    optimizer: OptimizerSource | None
+    model_parameters: Iterable[Any] | None
+    training_data: Any
+    lr_scheduler: Any
+    collate_fn: Callable[[list[Any]], Any] | None
+
+
+class _Ready(NamedTuple):
+    """Everything that can be wrong on one rank has been checked; the model has not been touched."""
+
+    module: torch.nn.Module
+    config: Config
+    batch: BatchSizes
+    optimizer: torch.optim.Optimizer | None
+    groups: dict[str, int]
+    scheduler: Any
+    loader: ResumableLoader | None
+    compiler: Compiler
+    monitors: tuple[Monitor, ...]
+    teller: Teller
+
+
+def _prepare(given: _Given, config: Config, axis: Axis) -> _Ready:
     teller = Teller(speaks=axis.rank == 0)
-    module.to(device)
-    base = _build_optimizer(module, optimizer, model_parameters, settings)
-    groups = _group_of(module, base, teller)
-    _check_same_model(module, axis)
-    _start_from_rank_0(module, axis)
-    compiler = _build_compiler(module, settings, teller)
+    module = _check_model(given.model)
+    batch = resolve_batch(config, axis.size)
+    base = _build_optimizer(module, given.optimizer, given.model_parameters, config)
+    loader = None
+    if given.training_data is not None:
+        loader = _build_loader(given.training_data, given.collate_fn, config, axis, batch.micro)
+    _say_without_effect(config, teller)
+    return _Ready(
+        module=module,
+        config=config,
+        batch=batch,
+        optimizer=base,
+        groups=_group_of(module, base, teller),
+        scheduler=_build_scheduler(given.lr_scheduler, base, config),
+        loader=loader,
+        compiler=_build_compiler(module, config, teller),
+        monitors=_build_monitors(config, axis),
+        teller=teller,
+    )
+
+
+def _build(ready: _Ready, axis: Axis, device: torch.device, leave: Callable[[], None]) -> Initialized:
+    ready.module.to(device)
+    _start_from_rank_0(ready.module, axis)
     engine = Engine(
         Parts(
-            module=module,
-            config=settings,
-            batch=batch,
+            module=ready.module,
+            config=ready.config,
+            batch=ready.batch,
             axis=axis,
             device=device,
-            base_optimizer=base,
-            group_of=groups,
-            loss_scale=_build_loss_scale(settings),
-            compiler=compiler,
-            monitors=_build_monitors(settings, axis),
-            teller=teller,
-            leave=comm.destroy_process_group if made_group else _stay,
+            base_optimizer=ready.optimizer,
+            group_of=ready.groups,
+            loss_scale=_build_loss_scale(ready.config),
+            compiler=ready.compiler,
+            monitors=ready.monitors,
+            teller=ready.teller,
+            leave=leave,
         )
     )
-    engine.lr_scheduler = _build_scheduler(lr_scheduler, base, settings)
-    if training_data is not None:
-        engine.training_dataloader = _build_loader(training_data, collate_fn, settings, axis, batch.micro)
-    if settings.compile.enabled:
-        compiler.enable()
+    engine.lr_scheduler = ready.scheduler
+    engine.training_dataloader = ready.loader
+    if ready.config.compile.enabled:
+        try:
+            axis.together(ready.compiler.enable, doing="sheer.initialize: compiling")
+        except BaseException:
+            engine.destroy()
+            raise
     return Initialized(engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler)
 
 
@@ -176,6 +236,12 @@ def _check_memory(model: torch.nn.Module) -> None:
                     f"parameters {first!r} and {second!r} are two Parameter objects over the same memory; tie them by "
                     "assigning one Parameter to both places"
                 )
+
+
+def _say_without_effect(config: Config, teller: Teller) -> None:
+    if config.without_effect:
+        keys = ", ".join(config.without_effect)
+        teller.info(f"config keys of DeepSpeed's that have no effect here: {keys} (`sheer config explain` says why)")
 
 
 # --- optimizer and schedule -------------------------------------------------------------------------------------------
