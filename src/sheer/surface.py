@@ -1,9 +1,13 @@
-"""DeepSpeed's names for reading an engine, for the scripts that use them. Nothing here changes anything."""
+"""DeepSpeed's names on an engine, for the scripts that use them: what is read, and calls under a second name."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from sheer import device as devices
 from sheer.optim.loss_scale import Scaling
 
 if TYPE_CHECKING:
@@ -15,8 +19,8 @@ if TYPE_CHECKING:
     from sheer.optim.loss_scale import LossScale
 
 
-class DeepSpeedNames:
-    """Read-only methods and attributes under the names that DeepSpeed's users know. A base of `Engine` only."""
+class DeepSpeedNames(ABC):
+    """Methods and attributes under the names that DeepSpeed's users know. A base of `Engine` only."""
 
     _config: Config
     _batch: BatchSizes
@@ -25,6 +29,8 @@ class DeepSpeedNames:
     _scale: LossScale | None
     module: torch.nn.Module
     last_step: StepResult | None
+    _base: torch.optim.Optimizer | None
+    _params: Mapping[str, torch.nn.Parameter]
 
     # --- batch ---
 
@@ -147,3 +153,82 @@ class DeepSpeedNames:
     def data_parallel_group(self) -> Any:
         """The process group of the data axis; None with one process."""
         return self._axis.group
+
+    @property
+    def local_rank(self) -> int:
+        """This process's index on its machine."""
+        return devices.local_rank(rank=self._axis.rank)
+
+    @property
+    def mp_world_size(self) -> int:
+        """Ranks that share one model: 1, there is no model parallelism."""
+        return 1
+
+    def get_model_parallel_rank(self) -> int:
+        """0: there is no model parallelism."""
+        return 0
+
+    # --- what it trains ---
+
+    @property
+    def basic_optimizer(self) -> torch.optim.Optimizer | None:
+        """The torch optimizer underneath `engine.optimizer`."""
+        return self._base
+
+    client_optimizer = basic_optimizer
+
+    @property
+    def param_names(self) -> dict[torch.nn.Parameter, str]:
+        """Parameter -> fully qualified name."""
+        return {param: fqn for fqn, param in self._params.items()}
+
+    def get_type(self) -> list[str]:
+        """The optimizer's class name, once per parameter group."""
+        return [] if self._base is None else [type(self._base).__name__] * len(self._base.param_groups)
+
+    @property
+    def communication_data_type(self) -> str | None:
+        """The configured wire format of gradients; None means the model's."""
+        return self._config.communication_data_type
+
+    def zero_offload_optimizer(self) -> None:
+        """None: nothing is offloaded."""
+        return
+
+    def zero_offload_param(self) -> None:
+        """None: nothing is offloaded."""
+        return
+
+    def module_state_dict(
+        self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """The module's own `state_dict`."""
+        if destination is None:
+            return self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
+        return self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+
+    def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """The module's own `load_state_dict`; masters follow at the next step, save or look."""
+        self.module.load_state_dict(state_dict, strict=strict)
+
+    # --- second names ---
+
+    @abstractmethod
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside do not communicate."""
+
+    @abstractmethod
+    def reduce_now(self, *, to_write: bool = False) -> bool:
+        """Reduce this step's gradients before `step`."""
+
+    def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
+        """Many backwards, one reduction: `no_sync`, after which `step` reduces."""
+        return self.no_sync()
+
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """Reduce this step's gradients now; the buckets are as they were planned."""
+        self.reduce_now()
+
+    def empty_partition_cache(self) -> None:
+        """Nothing is gathered that could be let go of, at stages 0 to 2."""
+        return

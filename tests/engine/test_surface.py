@@ -1,0 +1,133 @@
+"""DeepSpeed's names give what they say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import sheer
+from sheer.errors import UsageError
+from tests.engine.models import batches, odd
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 3,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "betas": [0.8, 0.9]}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 7}},
+    "gradient_clipping": 0.7,
+    "zero_optimization": {"stage": 2},
+    "steps_per_print": 5,
+    "communication_data_type": "fp32",
+}
+
+
+def test_configuration_reads_back() -> None:
+    engine = sheer.initialize(model=odd(), config=CONFIG)[0]
+    assert engine.config == CONFIG
+    assert (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (6, 2)
+    assert engine.gradient_accumulation_steps() == 3
+    assert engine.gradient_clipping() == 0.7
+    assert engine.steps_per_print() == 5
+    assert engine.communication_data_type == "fp32"
+    assert engine.zero_optimization() is True
+    assert engine.zero_optimization_stage() == 2
+    assert engine.zero_optimization_partition_gradients() is True
+    assert engine.zero_optimization_partition_weights() is False
+    assert (engine.fp16_enabled(), engine.bfloat16_enabled(), engine.torch_autocast_enabled()) == (False, False, False)
+    assert (engine.loss_scale(), engine.dynamic_loss_scale()) == (1.0, False)
+    assert (engine.optimizer_name(), engine.scheduler_name()) == ("AdamW", "WarmupLR")
+    assert engine.optimizer_params() == {"lr": 0.01, "betas": [0.8, 0.9]}
+    assert engine.scheduler_params() == {"warmup_max_lr": 0.02, "warmup_num_steps": 7}
+    assert engine.zero_offload_optimizer() is None
+    assert engine.zero_offload_param() is None
+
+
+def test_ranks_of_one_process() -> None:
+    engine = sheer.initialize(model=odd(), config=CONFIG)[0]
+    assert (engine.rank, engine.global_rank, engine.local_rank, engine.get_data_parallel_rank()) == (0, 0, 0, 0)
+    assert (engine.world_size, engine.dp_world_size, engine.mp_world_size) == (1, 1, 1)
+    assert engine.get_model_parallel_rank() == 0
+    assert engine.data_parallel_group is None
+
+
+@pytest.mark.world_size(2)
+def test_ranks_of_two(world_size) -> None:
+    engine = sheer.initialize(model=odd(), config=CONFIG)[0]
+    ranks = sheer.testing.rank()
+    assert engine.rank == engine.global_rank == engine.local_rank == engine.get_data_parallel_rank() == ranks
+    assert engine.world_size == engine.dp_world_size == world_size
+    assert engine.data_parallel_group is engine.axis.group is not None
+
+
+def test_counters_and_the_last_step() -> None:
+    model = odd()
+    engine = sheer.initialize(model=model, config=CONFIG)[0]
+    assert engine.get_global_grad_norm() is None
+    applied = []
+    for tokens in batches(6, size=2):
+        engine.backward(engine(tokens))
+        engine.step()
+        applied.append(engine.was_step_applied())
+    assert applied == [False, False, True] * 2
+    assert (engine.global_steps, engine.micro_steps, engine.global_samples, engine.skipped_steps) == (2, 6, 12, 0)
+    assert engine.get_global_grad_norm() == engine.last_step.grad_norm > 0
+    assert engine.get_lr() == [group["lr"] for group in engine.optimizer.param_groups]
+    assert engine.get_mom() == [(0.8, 0.9)]
+    assert engine.get_type() == ["AdamW"]
+    assert type(engine.basic_optimizer) is type(engine.client_optimizer) is torch.optim.AdamW
+
+
+def test_module_state_and_names() -> None:
+    model = odd()
+    engine = sheer.initialize(model=model, config=CONFIG)[0]
+    names = engine.param_names
+    assert names[model.embed.weight] == "embed.weight"
+    assert len(names) == len(list(model.parameters()))
+    state = engine.module_state_dict()
+    assert list(state) == list(model.state_dict())
+    engine.load_module_state_dict({name: torch.zeros_like(value) for name, value in state.items()})
+    assert not any(param.any() for param in model.parameters())
+
+
+def test_batch_sizes_change_between_steps_only() -> None:
+    engine = sheer.initialize(model=odd(), config=CONFIG)[0]
+    engine.set_train_batch_size(8)
+    assert engine.gradient_accumulation_steps() == 4
+    with pytest.raises(UsageError, match=r"set_train_batch_size\(7\): not a multiple of micro-batch 2 x 1 ranks = 2"):
+        engine.set_train_batch_size(7)
+    engine.set_train_micro_batch_size(5)
+    assert (engine.train_batch_size(), engine.gradient_accumulation_steps()) == (20, 4)
+    engine.backward(engine(batches(1, size=2)[0]))
+    engine.step()
+    with pytest.raises(UsageError, match=r"in the middle of a step \(1 of 4 micro-batches done\)"):
+        engine.set_train_batch_size(10)
+    engine.flush()
+    engine.set_train_batch_size(10)
+    with pytest.raises(UsageError, match="at least 1"):
+        engine.set_train_micro_batch_size(0)
+
+
+def test_coalesced_backwards_reduce_once() -> None:
+    model, reference = odd(), odd()
+    tokens = batches(1, size=2)[0]
+    engine = sheer.initialize(model=model, config={**CONFIG, "gradient_accumulation_steps": 1})[0]
+    with engine.coalesce_grad_reduction():
+        engine.backward(engine(tokens))
+        engine.backward(engine(tokens))
+    engine.allreduce_gradients()
+    engine.empty_partition_cache()
+    (reference(tokens) + reference(tokens)).backward()
+    expected = sum(p.grad.square().sum() for p in reference.parameters() if p.grad is not None).sqrt()
+    torch.testing.assert_close(engine.step().grad_norm, float(expected), rtol=1e-5, atol=0)
+
+
+def test_what_the_engine_lacks_is_the_modules() -> None:
+    model = odd()
+    model.note = "kept"
+    engine = sheer.initialize(model=model, config=CONFIG)[0]
+    assert engine.note == "kept"
+    assert engine.embed is model.embed
+    with pytest.raises(AttributeError, match=r"neither the engine nor its module \(Odd\) has an attribute 'nope'"):
+        engine.nope  # noqa: B018
+    assert not isinstance(engine, nn.Module)
