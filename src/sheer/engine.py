@@ -112,8 +112,10 @@ class Engine(DeepSpeedNames):
         """Parameters were frozen or unfrozen: new buckets, every state kept under its parameter's name."""
         self._flags = self._trainable_now()
         self._runtime.heed_user()
+        traffic = self.traffic
         self._plan = planning.rebuild(self._plan, self._params, **self._circumstances())
         self._runtime = self._plan.runtime
+        self._runtime.lane.counters = traffic  # goes on
         self._attach()
         self._teller.info(f"requires_grad changed: {sum(self._flags)} of {len(self._flags)} parameters train now")
 
@@ -132,10 +134,32 @@ class Engine(DeepSpeedNames):
 
     def _before_forward(self) -> None:
         self._check_alive()
-        if self._runtime.running and not torch.is_inference_mode_enabled() and torch._C._current_graph_task_id() == -1:
+        if not torch.is_grad_enabled() or _inside_backward():
+            return  # evaluation may run on some ranks only, so it communicates nothing
+        self._abandon_unfinished()
+        self._heed_unfrozen()
+
+    def _abandon_unfinished(self) -> None:
+        if self._runtime.running and not _inside_backward():
             self._abandon("the last backward did not finish")
-        if self._window == 0 and not self._runtime.dirty and self._flags != self._trainable_now():
+
+    def _heed_unfrozen(self) -> None:
+        """Parameters that train now and did not when planned need room for gradients: a new plan, between steps.
+
+        Frozen ones can wait for the end of a step taken without them. (A GAN freezes its critic for half an iteration.)
+        """
+        now = self._trainable_now()
+        fresh = [fqn for fqn, is_, was in zip(self._params, now, self._flags, strict=True) if is_ and not was]
+        if not fresh:
+            return
+        if self._window == 0 and not self._runtime.dirty:
             self._replan()
+            return
+        self._teller.warn_once(
+            f"unfrozen {fresh}",
+            f"requires_grad of {len(fresh)} parameters ({fresh[0]!r}, ...) was set in the middle of a step: they train "
+            "from the next step on",
+        )
 
     def _autocast(self) -> Any:
         section = self._config.torch_autocast
@@ -155,6 +179,7 @@ class Engine(DeepSpeedNames):
         """
         self._check_alive()
         self._check_loss(loss)
+        self._abandon_unfinished()
         self._divide = scale_wrt_gas
         self._arm()
         try:
@@ -193,6 +218,7 @@ class Engine(DeepSpeedNames):
 
         At stage 2 the gradients wait whole, so this costs the memory that stage 2 saves. `step` inside is refused.
         """
+        self._check_alive()
         self._syncing = False
         self._arm()
         try:
@@ -208,7 +234,10 @@ class Engine(DeepSpeedNames):
         return self._window + 1 >= self._batch.accumulation
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Decide the boundary from outside until called again; None returns to counting."""
+        """Decide the boundary from outside until called again; None returns to counting.
+
+        Meanwhile `step` may be called at boundaries only, and every step is averaged over the configured accumulation.
+        """
         self._forced_boundary = is_boundary
         self._arm()
 
@@ -231,6 +260,7 @@ class Engine(DeepSpeedNames):
         A tuple is passed as positional arguments, a mapping as keywords, anything else as the one argument.
         StopIteration when the iterator ends; micro-batches it gave before that stay accumulated (`flush` applies them).
         """
+        self._check_can_step()
         self._check_metric(None)
         batches = self._iterator(data_iter)
         output: Any = None
@@ -280,6 +310,17 @@ class Engine(DeepSpeedNames):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> StepResult | None:
         """End a micro-batch. At the accumulation boundary: reduce what is left, clip, check, update, gather, clear,
         move the schedule, and return what was done; None before it. `lr_kwargs` go to the scheduler."""
+        self._check_can_step()
+        if not self.is_gradient_accumulation_boundary():
+            self._finish_micro_batch()
+            return None
+        self._check_metric(lr_kwargs)
+        # Who decides the boundary from outside may not have called `step` before it, so counting says nothing then.
+        count = self._window + 1 if self._forced_boundary is None else self._batch.accumulation
+        self._reduce(count)
+        return self._update(count, lr_kwargs=lr_kwargs)
+
+    def _check_can_step(self) -> None:
         self._check_alive()
         if self._plan.optimizer is None:
             raise UsageError(
@@ -287,17 +328,11 @@ class Engine(DeepSpeedNames):
             )
         if not self._syncing:
             raise UsageError("step inside no_sync: leave the context before stepping")
-        if not self.is_gradient_accumulation_boundary():
-            self._finish_micro_batch()
-            return None
-        self._check_metric(lr_kwargs)
-        self._reduce(self._window + 1)
-        return self._update(self._window + 1, lr_kwargs=lr_kwargs)
 
     def flush(self, lr_kwargs: Mapping[str, Any] | None = None) -> StepResult | None:
         """Apply the micro-batches accumulated since the last update as a step of their own (an epoch's leftovers),
         averaged over as many as they are; None where there are none."""
-        self._check_alive()
+        self._check_can_step()
         if self._window == 0:
             return None
         self._check_metric(lr_kwargs)
@@ -404,12 +439,10 @@ class Engine(DeepSpeedNames):
         self._teller.warn(f"step {self.counters.global_steps + 1} skipped: {what} is not finite{at}")
 
     def _end_step(self, result: StepResult) -> None:
-        self._runtime.clear()
-        self._losses = []
-        self._window = 0
-        self._divide, self._scaled = True, False
+        self._forget()
         self._applied = not result.skipped
-        self._arm()
+        if self._flags != self._trainable_now():
+            self._replan()
         if self.optimizer is not None:
             self.optimizer.note_step(skipped=result.skipped)
         self.last_step = result
@@ -430,20 +463,28 @@ class Engine(DeepSpeedNames):
 
     def _abandon(self, why: str) -> None:
         """Forget the gradients of the step in progress, having done what other ranks wait for."""
+        forgotten = self._window
         self._runtime.abort()
-        self._losses = []
-        forgotten, self._window = self._window, 0
-        self._divide, self._scaled = True, False
-        self._arm()
+        self._forget()
         self._teller.warn(
             f"{why}: the gradients of this step ({forgotten} finished micro-batches before it) are forgotten; "
             "the next micro-batch starts a new step"
         )
 
-    def zero_grad(self) -> None:
-        """Forget the gradients accumulated in this step so far; `.grad` becomes None everywhere."""
-        self._check_alive()
+    def _forget(self) -> None:
+        """No micro-batch of the coming step has been done."""
         self._runtime.clear()
+        self._losses, self._window = [], 0
+        self._divide, self._scaled = True, False
+        self._arm()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients accumulated in this step so far: `.grad` becomes None everywhere, and the next
+        micro-batch is the first of its step."""
+        self._check_alive()
+        if self._runtime.running or self._window:
+            self._abandon("zero_grad in the middle of a step")
+        self._forget()
         for param in self._params.values():
             param.grad = None
 
@@ -491,6 +532,7 @@ class Engine(DeepSpeedNames):
         self._arm()
 
     def _require_between_steps(self, what: str) -> None:
+        self._check_alive()
         if self._window or self._runtime.dirty:
             raise UsageError(
                 f"{what} in the middle of a step ({self._window} of {self._batch.accumulation} micro-batches done): "
@@ -539,6 +581,7 @@ class Engine(DeepSpeedNames):
 
     def flat_optimizer(self) -> FlatOptimizer:
         """What updates this rank's shards; for `sheer.utils`."""
+        self._check_alive()
         if self._plan.optimizer is None:
             raise UsageError("this engine has no optimizer")
         return self._plan.optimizer
@@ -611,10 +654,8 @@ class Engine(DeepSpeedNames):
         )
         if loaded is None:
             return None, None
-        self._runtime.clear()
-        self._losses, self._window, self._own_iterator = [], 0, None
-        self._divide, self._scaled = True, False
-        self._arm()
+        self._forget()
+        self._own_iterator = None
         return str(loaded.path), loaded.client_state
 
     def _saved_parts(self) -> persist.SavedParts:
@@ -644,6 +685,7 @@ class Engine(DeepSpeedNames):
         self._runtime.destroy()
         if self._plan.optimizer is not None:
             self._plan.optimizer.release()
+            self._plan = self._plan._replace(optimizer=None)
         for monitor in self._monitors:
             monitor.close()
         self._losses, self._own_iterator, self._monitors = [], None, ()
@@ -663,6 +705,11 @@ class Engine(DeepSpeedNames):
             raise AttributeError(
                 f"neither the engine nor its module ({type(self.module).__name__}) has an attribute {name!r}"
             ) from None
+
+
+def _inside_backward() -> bool:
+    """Whether autograd runs in this thread: a forward here is a checkpoint's second one."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _weak(method: Callable[..., Any]) -> Callable[[], Any]:
