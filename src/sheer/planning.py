@@ -11,8 +11,20 @@ from sheer import layout as layouts
 from sheer import restate
 from sheer.comm import Axis
 from sheer.config import Config
-from sheer.layout import Layout, ParamSpec
-from sheer.optim.flat import MASTER, FlatOptimizer, Master, StateForm, StatePiece
+from sheer.errors import UsageError
+from sheer.layout import Layout, ParamSpec, Placement
+from sheer.optim.flat import (
+    MASTER,
+    FlatOptimizer,
+    Master,
+    SavedState,
+    StateForm,
+    StatePiece,
+    as_tensor,
+    cannot_shard,
+    form_of,
+    needs_whole_tensors,
+)
 from sheer.zero import LOW_PRECISION, Wiring, ZeroRuntime
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -63,10 +75,65 @@ def build(
     axis: Axis,
     device: torch.device,
 ) -> Plan:
-    """Lay `params` out and make it run. Collective: parameters become rank 0's."""
+    """Lay `params` out and make it run. Collective: parameters become rank 0's.
+
+    State that the optimizer has already (a run goes on, or its constructor makes some) goes with its parameters.
+    """
+    given = [] if base is None else _state_so_far(base, params)
     layout = make_layout(params, config=config, group_of=group_of, world=axis.size)
+    if base is not None and axis.size > 1 and layout.stage.optim is Placement.SHARDED and needs_whole_tensors(base):
+        raise cannot_shard(base)  # before the model is touched
     runtime = _make_runtime(layout, params, config=config, axis=axis, device=device)
-    return Plan(layout, runtime, None if base is None else FlatOptimizer(base, _masters(runtime)))
+    if base is None:
+        return Plan(layout, runtime, None)
+    optimizer = FlatOptimizer(base, _masters(runtime))
+    if given:
+        _hand_over(optimizer, given, axis)
+    return Plan(layout, runtime, optimizer)
+
+
+class _Given(NamedTuple):
+    """One state that an optimizer had before the engine was built."""
+
+    key: str
+    fqn: str
+    form: str
+    tensor: torch.Tensor
+    of: torch.dtype
+    """The dtype its parameter had."""
+
+
+def _state_so_far(base: torch.optim.Optimizer, params: Mapping[str, torch.nn.Parameter]) -> list[_Given]:
+    given = []
+    for fqn, param in params.items():
+        for key, value in base.state.get(param, {}).items():
+            if value is None:
+                continue
+            form = form_of(value, param)
+            if form is None:
+                raise UsageError(
+                    f"optimizer state {key!r} of parameter {fqn!r} is a {type(value).__name__}; tensors and numbers "
+                    "can be taken over"
+                )
+            given.append(_Given(key, fqn, form, as_tensor(value).detach(), param.dtype))
+    return given
+
+
+def _hand_over(optimizer: FlatOptimizer, given: list[_Given], axis: Axis) -> None:
+    forms: dict[str, str] = {}
+    for one in given:
+        # A 0-d parameter cannot tell an element from a scalar; others can.
+        if forms.get(one.key) != StateForm.ELEMENT:
+            forms[one.key] = one.form
+    saved: dict[str, dict[str, SavedState]] = {}
+    for one in given:
+        dtype = one.tensor.dtype
+        if forms[one.key] == StateForm.ELEMENT and dtype is one.of and dtype in LOW_PRECISION:
+            dtype = torch.float32  # as the master that it follows from now on
+        saved.setdefault(one.fqn, {})[one.key] = SavedState(tuple(one.tensor.shape), dtype)
+    incoming = optimizer.blank(saved, forms, rank=axis.rank, world=axis.size)
+    restate.fill(incoming.pieces, (restate.Whole(one.key, one.fqn, one.tensor) for one in given))
+    optimizer.adopt(incoming)
 
 
 def _make_runtime(

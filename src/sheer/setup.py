@@ -269,7 +269,13 @@ def _build_optimizer(
     if not parameters:
         raise UsageError("the model has no parameters for the optimizer in the config to train")
     recipe = optimizer_factory(config.optimizer.type, config.optimizer.params)
-    return recipe.cls(parameters, **recipe.kwargs)
+    try:
+        return recipe.cls(parameters, **recipe.kwargs)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"optimizer.type={config.optimizer.type!r} cannot be built over these parameters with {recipe.kwargs}: "
+            f"{error}. Choose its parameters by model_parameters, or give an optimizer to sheer.initialize"
+        ) from error
 
 
 def _group_of(module: torch.nn.Module, base: torch.optim.Optimizer | None, teller: Teller) -> dict[str, int]:
@@ -312,8 +318,8 @@ def _build_scheduler(given: Any, base: torch.optim.Optimizer | None, config: Con
 
 
 def _build_loss_scale(config: Config) -> Any:
-    section = config.fp16
-    if not section.enabled:
+    section, autocast = config.fp16, config.torch_autocast
+    if not section.enabled and not (autocast.enabled and autocast.dtype == "float16"):
         return None
     return build_loss_scale(
         loss_scale=section.loss_scale,

@@ -87,7 +87,7 @@ class TorchAutocast(Section):
             aliases={"bf16": "bfloat16", "fp16": "float16", "half": "float16"},
         ),
     ] = "bfloat16"
-    """What autocast casts eligible operations to."""
+    """What autocast casts eligible operations to. float16 brings the loss scale that the fp16 block describes."""
 
 
 class DataTypes(Section):

@@ -92,33 +92,65 @@ class Run:
 def needs_whole_tensors(base: torch.optim.Optimizer) -> bool:
     """Whether an update depends on more than the element itself (LAMB, Adafactor, Muon ...), found by trying.
 
-    Three steps on a small matrix are compared with three on its flattened halves. The optimizer's own state is not
-    touched. An optimizer that cannot be tried counts as needing whole tensors.
+    For each group, three steps on a small matrix are compared with three on its flattened halves, each half in an
+    optimizer of its own, as if on a rank of its own. The optimizer's own state is not touched. An optimizer that cannot
+    be tried counts as needing whole tensors.
     """
     if type(base) in _ELEMENTWISE:
         return False
+    return any(_mixes_elements(base, group) for group in base.param_groups)
+
+
+def _mixes_elements(base: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(8, 6, generator=generator)
+    whole = torch.randn(8, 6, generator=generator)
     grads = [torch.randn(8, 6, generator=generator) for _ in range(3)]
-    whole, parts = start.clone(), [half.clone() for half in start.view(2, 24)]
+    halves = [half.clone() for half in whole.view(2, 24)]
     try:
-        _try_steps(base, [whole], [[grad] for grad in grads])
-        _try_steps(base, parts, [list(grad.view(2, 24)) for grad in grads])
+        _try_steps(base, group, whole, grads)
+        for number, half in enumerate(halves):
+            _try_steps(base, group, half, [grad.view(2, 24)[number] for grad in grads])
     except Exception:
         return True
-    return not torch.allclose(whole.reshape(-1), torch.cat(parts), rtol=1e-5, atol=1e-7)
+    return not torch.allclose(whole.reshape(-1), torch.cat(halves), rtol=1e-5, atol=1e-7)
 
 
-def _try_steps(base: torch.optim.Optimizer, tensors: list[torch.Tensor], grads: list[list[torch.Tensor]]) -> None:
+def _try_steps(
+    base: torch.optim.Optimizer, group: Mapping[str, Any], tensor: torch.Tensor, grads: list[torch.Tensor]
+) -> None:
     trial = copy.copy(base)
-    options = {key: copy.deepcopy(value) for key, value in base.param_groups[0].items() if key != "params"}
-    trial.param_groups = [{**options, "params": tensors}]
+    options = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+    if "lr" in options:  # a warmup may just have set it to 0, and then nothing would be seen
+        options["lr"] = 0.1
+    trial.param_groups = [{**options, "params": [tensor]}]
     trial.state = defaultdict(dict)
+    trial.state[tensor] = _state_at_the_start(base, group, tensor)
     trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    for step in grads:
-        for tensor, grad in zip(tensors, step, strict=True):
-            tensor.grad = grad.clone()
+    for grad in grads:
+        tensor.grad = grad.clone()
         type(base).step(trial)
+
+
+def _state_at_the_start(base: torch.optim.Optimizer, group: Mapping[str, Any], like: torch.Tensor) -> dict[str, Any]:
+    """What an optimizer that makes state in its constructor would have made for `like`, from one of its parameters."""
+    owner = next((param for param in group["params"] if param.dim() and param.numel() and base.state.get(param)), None)
+    if owner is None:
+        return {}
+    return {
+        key: torch.full_like(like, value.flatten()[0].item())
+        if form_of(value, owner) == StateForm.ELEMENT
+        else copy.deepcopy(value)
+        for key, value in base.state[owner].items()
+    }
+
+
+def cannot_shard(base: torch.optim.Optimizer) -> UsageError:
+    """What to say of an optimizer that needs whole tensors where parameters are updated in shards."""
+    return UsageError(
+        f"{type(base).__name__} updates a parameter by more than its own element (its shape or norm), or failed when "
+        "it was tried on flat tensors, so it cannot work on shards of flat buffers. Allowed: zero_optimization.stage "
+        "0, or an element-wise optimizer such as AdamW at stages 1 and 2."
+    )
 
 
 class FlatOptimizer:
@@ -134,8 +166,8 @@ class FlatOptimizer:
         self.base = base
         self.masters = tuple(masters)
         self.whole_tensors = needs_whole_tensors(base)
-        if self.whole_tensors:
-            self._require_whole()
+        if self.whole_tensors and any(master.owned.numel != master.bucket.numel for master in self.masters):
+            raise cannot_shard(base)
         self.given = given or [list(group["params"]) for group in base.param_groups]
         """The user's parameters of each group, to give back in the end."""
         self.parked: list[StatePiece] = []
@@ -143,15 +175,6 @@ class FlatOptimizer:
         self._parked_forms: dict[str, str] = {}
         base.state.clear()
         self._set_runs([run for index in range(len(self.masters)) for run in self._first_runs(index)])
-
-    def _require_whole(self) -> None:
-        for master in self.masters:
-            if master.owned.numel != master.bucket.numel:
-                raise UsageError(
-                    f"{type(self.base).__name__} updates a parameter by more than its own element (its shape or norm), "
-                    "so it cannot work on shards of flat buffers. Allowed: zero_optimization.stage 0, or an "
-                    "element-wise optimizer such as AdamW at stages 1 and 2."
-                )
 
     def _first_runs(self, index: int) -> Iterator[Run]:
         master = self.masters[index]
@@ -238,7 +261,7 @@ class FlatOptimizer:
         for part in parts if state else ():
             start, stop = part.span.start - run.span.start, part.span.stop - run.span.start
             self.base.state[part.tensor] = {
-                key: value[start:stop] if _form(value, run) == StateForm.ELEMENT else copy.deepcopy(value)
+                key: value[start:stop] if form_of(value, run.tensor) == StateForm.ELEMENT else copy.deepcopy(value)
                 for key, value in state.items()
             }
         return parts
@@ -256,7 +279,7 @@ class FlatOptimizer:
         return forms
 
     def _checked_form(self, key: str, value: object, run: Run) -> str:
-        form = _form(value, run)
+        form = form_of(value, run.tensor)
         if form is None:
             raise UsageError(
                 f"optimizer state {key!r} of {type(self.base).__name__} is a {type(value).__name__}; tensors and "
@@ -291,7 +314,7 @@ class FlatOptimizer:
                         data = value.reshape(-1)[at : at + piece.stop - piece.start]
                         yield StatePiece(key, piece.fqn, piece.shape, piece.start, data)
                     elif piece.start == 0:
-                        whole = torch.as_tensor(value)
+                        whole = as_tensor(value)
                         yield StatePiece(key, piece.fqn, tuple(whole.shape), 0, whole.reshape(-1))
 
     def blank(
@@ -307,6 +330,12 @@ class FlatOptimizer:
         Parameters that do not train here are parked, whole, on one rank each. Fill the `pieces` of what is returned,
         then hand it to `adopt`.
         """
+        strange = sorted(key for key, form in forms.items() if form == StateForm.WHOLE)
+        if strange and not self.whole_tensors:
+            raise UsageError(
+                f"the state {strange} of {type(self.base).__name__} has one tensor per parameter that is not of the "
+                "parameter's shape; an element-wise optimizer on flat buffers cannot use it"
+            )
         trained = {slot.fqn for master in self.masters for slot in master.bucket.slots}
         idle = [fqn for fqn in sorted(saved) if fqn not in trained]
         return _Incoming(self, saved, forms, parked=idle[rank::world])
@@ -337,12 +366,18 @@ class FlatOptimizer:
         self.runs = []
 
 
-def _form(value: object, run: Run) -> str | None:
+def form_of(value: object, owner: torch.Tensor) -> str | None:
+    """The `StateForm` of a state of the tensor `owner`; None for what cannot be kept."""
     if isinstance(value, torch.Tensor):
-        if value.shape == run.tensor.shape and value.dim() > 0:
+        if value.shape == owner.shape and value.dim() > 0:
             return StateForm.ELEMENT
         return StateForm.SCALAR if value.dim() == 0 else StateForm.WHOLE
     return StateForm.NUMBER if isinstance(value, (int, float)) else None
+
+
+def as_tensor(value: Any) -> torch.Tensor:
+    """A state that is not per element; a Python float keeps its 64 bits."""
+    return torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
 
 
 class _Incoming:
