@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sheer.comm import Arena, Axis, Lane, NativeTransport, data_axis
 from sheer.errors import CheckpointError, CommError, UsageError
@@ -107,11 +109,32 @@ def test_the_arena_reuses_and_counts() -> None:
     arena = Arena(torch.device("cpu"))
     first = arena.acquire(100, torch.float32)
     second = arena.acquire(100, torch.float32)
-    assert (arena.live, arena.peak) == (800, 800)
+    assert (arena.live, arena.peak, arena.idle) == (800, 800, 0)
+    address = first.data_ptr()
     arena.forget(first)
-    assert arena.acquire(100, torch.float32) is first
-    assert arena.acquire(100, torch.bfloat16) is not second
-    assert arena.peak == 1000
+    assert arena.acquire(60, torch.float32).data_ptr() == address  # another size, as long as it fits well
+    assert arena.acquire(10, torch.bfloat16).data_ptr() not in (address, second.data_ptr())
+    assert (arena.live, arena.peak) == (660, 800)
+
+
+@given(st.lists(st.tuples(st.integers(1, 5000), st.booleans()), max_size=60))
+def test_the_arena_keeps_at_most_twice_the_largest(requests: list[tuple[int, bool]]) -> None:
+    arena = Arena(torch.device("cpu"))
+    out: list[torch.Tensor] = []
+    for numel, give_back in requests:
+        buffer = arena.acquire(numel, torch.float32).fill_(numel)
+        assert all(bool((other == other[0]).all()) for other in out)  # nobody else's memory was written
+        assert buffer.data_ptr() % 256 == 0
+        out.append(buffer)
+        if give_back:
+            arena.forget(out.pop(0))
+        assert arena.live == sum(buffer.nbytes for buffer in out)
+        assert arena.idle <= 2 * max(4 * number for number, _ in requests)
+    for buffer in out:
+        arena.forget(buffer)
+    assert arena.live == 0
+    arena.trim()
+    assert arena.idle == 0
 
 
 @pytest.mark.world_size(3)

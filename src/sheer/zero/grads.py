@@ -18,7 +18,7 @@ import torch
 from sheer.comm import Arena, Lane, Ticket
 from sheer.device import aligned_zeros
 from sheer.errors import UsageError
-from sheer.layout import Interval, Placement
+from sheer.layout import Bucket, Interval, Placement
 from sheer.zero.flat import FlatBucket
 
 
@@ -101,6 +101,7 @@ class BucketGrad(ABC):
         self._scale = 1.0  # of what is in the views, relative to the plain sum
         self._local: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
+        self._cuts = _cuts(flat.plan)
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
@@ -250,7 +251,15 @@ class BucketGrad(ABC):
 
     def _make_views(self, local: torch.Tensor) -> None:
         self._local = local
-        self._views = [local[slot.start : slot.stop].view(slot.shape) for slot in self.flat.plan.slots]
+        # One call for all; a view of its own only where the shape asks for one.
+        cut = local.split_with_sizes(self._cuts)
+        parts, gaps = cut[::2], [gap for gap in cut[1::2] if gap.numel()]
+        if gaps:
+            torch._foreach_zero_(gaps)
+        slots = self.flat.plan.slots
+        self._views = [
+            part if len(slot.shape) == 1 else part.view(slot.shape) for part, slot in zip(parts, slots, strict=True)
+        ]
 
 
 @final
@@ -312,7 +321,6 @@ class ShardedGrad(BucketGrad):
         plan = flat.plan
         self._summed = torch.zeros(self.shard.numel, dtype=plan.key.grad_dtype, device=flat.full.device)
         self._fresh = True  # nothing has been summed since the last step
-        self._gaps = sum(slot.numel for slot in plan.slots) != plan.numel
 
     def owned(self) -> torch.Tensor:
         """See `BucketGrad`."""
@@ -333,8 +341,6 @@ class ShardedGrad(BucketGrad):
         self.land()
         plan = self.flat.plan
         local = self._arena.acquire(plan.numel, plan.key.grad_dtype)
-        if self._gaps:
-            local.zero_()
         self._make_views(local)
         count = len(self._has)
         self._has, self._detached = bytearray(count), bytearray(count)
@@ -365,3 +371,9 @@ def _plain(grad: torch.Tensor) -> torch.Tensor:
     if grad.requires_grad:
         grad = grad.detach()
     return grad if grad.layout is torch.strided else grad.to_dense()
+
+
+def _cuts(plan: Bucket) -> list[int]:
+    """The lengths of slot, gap, slot, gap, ... of a bucket."""
+    starts = [*(slot.start for slot in plan.slots[1:]), plan.numel]
+    return [n for slot, start in zip(plan.slots, starts, strict=True) for n in (slot.numel, start - slot.stop)]
