@@ -101,6 +101,7 @@ class BucketGrad(ABC):
         self._scale = 1.0  # of what is in the views, relative to the plain sum
         self._local: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
+        self._gaps: list[torch.Tensor] = []
         self._cuts = _cuts(flat.plan)
 
     # --- backward ---------------------------------------------------------------------------------------------------
@@ -177,6 +178,8 @@ class BucketGrad(ABC):
         else:
             self._ticket = self._lane.reduce_scatter(own, sent, what=what)
             self._sent, self._part = sent, own
+        if sent is not self._local:
+            self._release_local(after=None)  # what travels is a copy
 
     def _detach(self) -> None:
         for param in self.flat.params:
@@ -199,10 +202,11 @@ class BucketGrad(ABC):
         assert self._ticket is not None
         self._ticket.wait()
         self._settle(self._part)
-        if self._sent is not self._local:
+        if self._sent is self._local:
+            self._release_local(after=self._ticket)
+        else:
             self._arena.release(self._sent, after=self._ticket)
         self.state = GradState.REDUCED
-        self._release_local(self._ticket)
         self._ticket = None
         del self._sent, self._part
 
@@ -246,20 +250,23 @@ class BucketGrad(ABC):
         """Store the sum that has arrived."""
 
     @abstractmethod
-    def _release_local(self, ticket: Ticket) -> None:
-        """The local buffer has been reduced."""
+    def _release_local(self, *, after: Ticket | None) -> None:
+        """What was in the local buffer has been reduced by `after`, or copied."""
 
     def _make_views(self, local: torch.Tensor) -> None:
         self._local = local
         # One call for all; a view of its own only where the shape asks for one.
         cut = local.split_with_sizes(self._cuts)
-        parts, gaps = cut[::2], [gap for gap in cut[1::2] if gap.numel()]
-        if gaps:
-            torch._foreach_zero_(gaps)
+        parts, self._gaps = cut[::2], [gap for gap in cut[1::2] if gap.numel()]
+        self._zero_gaps()
         slots = self.flat.plan.slots
         self._views = [
             part if len(slot.shape) == 1 else part.view(slot.shape) for part, slot in zip(parts, slots, strict=True)
         ]
+
+    def _zero_gaps(self) -> None:
+        if self._gaps:
+            torch._foreach_zero_(self._gaps)
 
 
 @final
@@ -296,6 +303,8 @@ class ResidentGrad(BucketGrad):
             if self._scale != 1.0:
                 self.counted().mul_(1.0 / self._scale)
                 self._scale = 1.0
+        elif self.state is GradState.EMPTY:
+            self._zero_gaps()  # clipping by a norm that was not a number has filled them with it
         self.state = GradState.OPEN
 
     def _settle(self, part: torch.Tensor) -> None:
@@ -304,7 +313,7 @@ class ResidentGrad(BucketGrad):
         if part.data_ptr() != home.data_ptr():
             home.copy_(part)
 
-    def _release_local(self, ticket: Ticket) -> None:
+    def _release_local(self, *, after: Ticket | None) -> None:
         """It stays."""
 
 
@@ -333,7 +342,7 @@ class ShardedGrad(BucketGrad):
     def clear(self) -> None:
         """See `BucketGrad`."""
         if self.state is GradState.OPEN:  # a backward that was never reduced
-            self._drop_local()
+            self._release_local(after=None)
         super().clear()
         self._fresh = True
 
@@ -353,17 +362,13 @@ class ShardedGrad(BucketGrad):
             self._summed.add_(part)
         self._fresh, self._scale = False, self._wire.prescale
 
-    def _release_local(self, ticket: Ticket) -> None:
+    def _release_local(self, *, after: Ticket | None) -> None:
         assert self._local is not None
-        self._arena.release(self._local, after=ticket)
-        self._local, self._views = None, []
-
-    def _drop_local(self) -> None:
-        assert self._local is not None
-        for param in self.flat.params:
-            param.grad = None
-        self._arena.forget(self._local)
-        self._local, self._views = None, []
+        if after is None:
+            self._arena.forget(self._local)
+        else:
+            self._arena.release(self._local, after=after)
+        self._local, self._views, self._gaps = None, [], []
 
 
 def _plain(grad: torch.Tensor) -> torch.Tensor:
