@@ -186,7 +186,7 @@ def test_train_batch_goes_on_after_a_step_by_hand() -> None:
 def test_bad_batches_and_losses_are_named() -> None:
     engine = start(odd(), Case())
     batch = batches(1, size=2)[0]
-    with pytest.raises(DataError, match="needs an iterator.*list"):
+    with pytest.raises(DataError, match=r"needs an iterator.*list"):
         engine.train_batch([batch])
     with pytest.raises(DataError, match="needs training_data"):
         engine.train_batch()
