@@ -90,6 +90,14 @@ def test_pieces_of_all_ranks_tile_every_parameter_once(planned) -> None:
         assert len(found[spec.fqn]) == 1 or spec.numel
 
 
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_parameter_without_elements_has_a_place_at_the_end_of_a_full_bucket(world: int) -> None:
+    specs = [ParamSpec(n, s, torch.float32, torch.float32, 0) for n, s in (("none", (0, 5)), ("full", (ALIGNMENT,)))]
+    (bucket,) = layout.plan(specs, stage=STAGES[0], world=world, limit=5000).buckets
+    pieces = [piece.fqn for rank in range(world) for piece in bucket.pieces(bucket.shard(rank))]
+    assert sorted(pieces) == ["full", "none"]
+
+
 @given(plans)
 def test_buckets_are_of_one_kind_and_bounded(planned) -> None:
     specs, plan, limit = planned

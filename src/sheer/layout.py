@@ -186,7 +186,8 @@ class Bucket:
         """The parts of parameters inside `interval`, in order. A zero-element parameter counts where it stands."""
         for slot in self.slots:
             start, stop = max(slot.start, interval.start), min(slot.stop, interval.stop)
-            if start < stop or (slot.numel == 0 and interval.start <= slot.start < interval.stop):
+            home = min(slot.start, self.numel - 1)  # a last one without elements starts where the bucket ends
+            if start < stop or (slot.numel == 0 and interval.start <= home < interval.stop):
                 yield Piece(slot.fqn, slot.shape, start - slot.start, max(start, stop) - slot.start, self.index, start)
 
 

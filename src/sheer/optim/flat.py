@@ -309,6 +309,8 @@ class FlatOptimizer:
                     continue
                 element = forms[key] == StateForm.ELEMENT
                 for piece in master.bucket.pieces(span):
+                    if prod(piece.shape) == 0:  # without elements there is nothing to remember
+                        continue
                     if element:
                         at = piece.offset - run.span.start
                         data = value.reshape(-1)[at : at + piece.stop - piece.start]
