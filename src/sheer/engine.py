@@ -349,6 +349,7 @@ class Engine(DeepSpeedNames):
             )
 
     def _finish_micro_batch(self) -> None:
+        self._check_finished()
         self._check_scaled()
         self._applied = False
         self.counters.micro_steps += 1
@@ -359,14 +360,17 @@ class Engine(DeepSpeedNames):
 
     def _reduce(self, micro_batches: int) -> None:
         """REDUCE: gradients where the optimizer wants them, averaged over ranks and micro-batches."""
+        self._check_finished()
+        self._check_scaled()
+        self._arm(micro_batches)
+        self._runtime.complete()
+
+    def _check_finished(self) -> None:
         if self._runtime.running:
             self._abandon("the last backward did not finish")
             raise UsageError(
                 "step after a backward that failed: its gradients are forgotten; run the step's forwards again"
             )
-        self._check_scaled()
-        self._arm(micro_batches)
-        self._runtime.complete()
 
     def _check_scaled(self) -> None:
         """Refuse gradients of this micro-batch that would be divided by a loss scale they were never given."""
