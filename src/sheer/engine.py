@@ -16,14 +16,13 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils import _pytree
 
-from sheer import persist, planning, statistics
+from sheer import feeding, persist, planning, statistics
 from sheer.comm import Axis
-from sheer.comm import Counters as Traffic
-from sheer.compiler import Compiler, Report
+from sheer.compiler import Compiler
 from sheer.config import BatchSizes, Config
 from sheer.data import ResumableLoader
-from sheer.errors import DataError, UsageError
-from sheer.layout import Layout, Placement
+from sheer.errors import UsageError
+from sheer.layout import Placement
 from sheer.monitor import Monitor
 from sheer.observe import StepResult, Teller
 from sheer.optim.flat import FlatOptimizer
@@ -262,13 +261,14 @@ class Engine(DeepSpeedNames):
         """
         self._check_can_step()
         self._check_metric(None)
-        batches = self._iterator(data_iter)
+        batches = self._own_batches() if data_iter is None else feeding.checked(data_iter)
         output: Any = None
         for action in accumulate(self._batch.accumulation, first=self._window):
             if action.kind is Kind.FORWARD:
-                output = self._forward_batch(self._next_batch(batches))
+                batch = feeding.next_batch(batches, done=self._window, of=self._batch.accumulation)
+                output = feeding.call(self, batch)
             elif action.kind is Kind.BACKWARD:
-                self.backward(_loss_of(output))
+                self.backward(feeding.loss_of(output))
                 output = None
                 if action.micro_batch + 1 < self._batch.accumulation:
                     self._finish_micro_batch()
@@ -279,33 +279,10 @@ class Engine(DeepSpeedNames):
         assert result.loss_tensor is not None
         return result.loss_tensor
 
-    def _iterator(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
-        if data_iter is not None:
-            if not isinstance(data_iter, Iterator):
-                raise DataError(
-                    "train_batch needs an iterator, so that the next call goes on where this one ends; "
-                    f"{type(data_iter).__name__} would start anew each time. Pass iter(loader) once."
-                )
-            return data_iter
-        if self.training_dataloader is None:
-            raise DataError("train_batch() without an iterator needs training_data given to sheer.initialize")
+    def _own_batches(self) -> Iterator[Any]:
         if self._own_iterator is None:
-            self._own_iterator = _endless(self.training_dataloader)
+            self._own_iterator = feeding.endless(self.training_dataloader)
         return self._own_iterator
-
-    def _next_batch(self, batches: Iterator[Any]) -> Any:
-        try:
-            return next(batches)
-        except StopIteration:
-            raise StopIteration(
-                f"the data ended with {self._window} of {self._batch.accumulation} micro-batches of a step accumulated"
-                + ("; engine.flush() applies them" if self._window else "")
-            ) from None
-
-    def _forward_batch(self, batch: Any) -> Any:
-        if isinstance(batch, Mapping):
-            return self(**batch)
-        return self(*batch) if isinstance(batch, tuple) else self(batch)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> StepResult | None:
         """End a micro-batch. At the accumulation boundary: reduce what is left, clip, check, update, gather, clear,
@@ -456,14 +433,9 @@ class Engine(DeepSpeedNames):
     def _tell(self, result: StepResult) -> None:
         every = self._config.steps_per_print
         if every and result.step % every == 0 and not result.skipped:
-            loss = "" if result.loss is None else f" loss {result.loss:.4f}"
-            rates = ", ".join(f"{lr:.3e}" for lr in result.lr)
-            self._teller.info(f"step {result.step}{loss} grad norm {result.grad_norm:.4f} lr {rates}")
+            self._teller.info(str(result))
         for monitor in self._monitors:
-            values = {"lr": result.lr[0], "grad_norm": result.grad_norm, "loss": result.loss}
-            if self._scale is not None:
-                values["loss_scale"] = result.loss_scale
-            monitor.write(result.step, {name: value for name, value in values.items() if value is not None})
+            monitor.write(result.step, result.values())
 
     def _abandon(self, why: str) -> None:
         """Forget the gradients of the step in progress, having done what other ranks wait for."""
@@ -502,17 +474,6 @@ class Engine(DeepSpeedNames):
         """Put the module into evaluation mode."""
         self.module.eval()
 
-    def get_lr(self) -> list[float]:
-        """The learning rate of every parameter group."""
-        return [float(group["lr"]) for group in self._groups()]
-
-    def get_mom(self) -> list[Any]:
-        """The momentum (or betas) of every parameter group; None where it has none."""
-        return [group.get("momentum", group.get("betas")) for group in self._groups()]
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return [] if self._base is None else self._base.param_groups
-
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the samples per step by changing the accumulation; from the next step on."""
         per_micro_batch = self._batch.micro * self._axis.size
@@ -542,46 +503,6 @@ class Engine(DeepSpeedNames):
                 f"{what} in the middle of a step ({self._window} of {self._batch.accumulation} micro-batches done): "
                 "call it after engine.step() returned a result, or engine.flush() / engine.zero_grad() first"
             )
-
-    @property
-    def global_steps(self) -> int:
-        """Optimizer steps applied so far."""
-        return self.counters.global_steps
-
-    @property
-    def global_samples(self) -> int:
-        """Samples trained on so far, over all ranks."""
-        return self.counters.global_samples
-
-    @property
-    def micro_steps(self) -> int:
-        """Micro-batches finished so far."""
-        return self.counters.micro_steps
-
-    @property
-    def skipped_steps(self) -> int:
-        """Steps skipped because a gradient was not finite."""
-        return self.counters.skipped_steps
-
-    @property
-    def compile_report(self) -> Report:
-        """What was compiled, and what was not and why."""
-        return self._compiler.report
-
-    @property
-    def layout(self) -> Layout:
-        """Where every piece of every parameter lives; prints as a table."""
-        return self._plan.layout
-
-    @property
-    def traffic(self) -> Traffic:
-        """Collectives and bytes that this rank has sent since the engine was built."""
-        return self._runtime.lane.counters
-
-    @property
-    def axis(self) -> Axis:
-        """The data axis."""
-        return self._axis
 
     def flat_optimizer(self) -> FlatOptimizer:
         """What updates this rank's shards; for `sheer.utils`."""
@@ -727,23 +648,3 @@ def _weak(method: Callable[..., Any]) -> Callable[[], Any]:
         return live()
 
     return call
-
-
-def _endless(loader: ResumableLoader) -> Iterator[Any]:
-    while True:
-        yield from loader
-
-
-def _loss_of(output: Any) -> Any:
-    """The loss in a module's output: the output itself, its `.loss`, or its "loss"."""
-    if isinstance(output, torch.Tensor):
-        return output
-    if isinstance(output, Mapping) and "loss" in output:
-        return output["loss"]
-    loss = getattr(output, "loss", None)
-    if loss is None:
-        raise UsageError(
-            f"train_batch needs a module that returns its loss (a scalar tensor, or something with .loss or ['loss']); "
-            f"it returned {type(output).__name__}"
-        )
-    return loss

@@ -80,3 +80,16 @@ class StepResult:
     def loss(self) -> float | None:
         """Mean of this step's losses over micro-batches (and over ranks for `train_batch`); None where unknown."""
         return None if self.loss_tensor is None else float(self.loss_tensor)
+
+    def values(self) -> dict[str, float]:
+        """The numbers a monitor records; reads them from the device."""
+        found = {"lr": self.lr[0] if self.lr else None, "grad_norm": self.grad_norm, "loss": self.loss}
+        if self.loss_scale != 1.0:
+            found["loss_scale"] = self.loss_scale
+        return {name: value for name, value in found.items() if value is not None}
+
+    def __str__(self) -> str:
+        loss = "" if self.loss is None else f" loss {self.loss:.4f}"
+        norm = "" if self.grad_norm is None else f" grad norm {self.grad_norm:.4f}"
+        rates = ", ".join(f"{lr:.3e}" for lr in self.lr)
+        return f"step {self.step}{loss}{norm} lr {rates}{' (skipped)' if self.skipped else ''}"

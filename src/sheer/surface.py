@@ -14,9 +14,15 @@ if TYPE_CHECKING:
     import torch
 
     from sheer.comm import Axis
+    from sheer.comm import Counters as Traffic
+    from sheer.compiler import Compiler, Report
     from sheer.config import BatchSizes, Config
+    from sheer.layout import Layout
     from sheer.observe import StepResult
     from sheer.optim.loss_scale import LossScale
+    from sheer.persist import Counters
+    from sheer.planning import Plan
+    from sheer.zero import ZeroRuntime
 
 
 class DeepSpeedNames(ABC):
@@ -31,6 +37,10 @@ class DeepSpeedNames(ABC):
     last_step: StepResult | None
     _base: torch.optim.Optimizer | None
     _params: Mapping[str, torch.nn.Parameter]
+    _plan: Plan
+    _runtime: ZeroRuntime
+    _compiler: Compiler
+    counters: Counters
 
     # --- batch ---
 
@@ -55,6 +65,48 @@ class DeepSpeedNames(ABC):
     def get_global_grad_norm(self) -> float | None:
         """2-norm of the last step's averaged gradient, before clipping; None before the first step."""
         return None if self.last_step is None else self.last_step.grad_norm
+
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps applied so far."""
+        return self.counters.global_steps
+
+    @property
+    def global_samples(self) -> int:
+        """Samples trained on so far, over all ranks."""
+        return self.counters.global_samples
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches finished so far."""
+        return self.counters.micro_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped because a gradient was not finite."""
+        return self.counters.skipped_steps
+
+    # --- plan and traffic ---
+
+    @property
+    def compile_report(self) -> Report:
+        """What was compiled, and what was not and why."""
+        return self._compiler.report
+
+    @property
+    def layout(self) -> Layout:
+        """Where every piece of every parameter lives; prints as a table."""
+        return self._plan.layout
+
+    @property
+    def traffic(self) -> Traffic:
+        """Collectives and bytes that this rank has sent since the engine was built."""
+        return self._runtime.lane.counters
+
+    @property
+    def axis(self) -> Axis:
+        """The data axis."""
+        return self._axis
 
     # --- configuration ---
 
@@ -122,6 +174,17 @@ class DeepSpeedNames(ABC):
     def scheduler_params(self) -> dict[str, Any] | None:
         """The schedule's arguments in the configuration."""
         return None if self._config.scheduler is None else dict(self._config.scheduler.params)
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of every parameter group."""
+        return [float(group["lr"]) for group in self._groups()]
+
+    def get_mom(self) -> list[Any]:
+        """The momentum (or betas) of every parameter group; None where it has none."""
+        return [group.get("momentum", group.get("betas")) for group in self._groups()]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self._base is None else self._base.param_groups
 
     # --- ranks ---
 

@@ -1,0 +1,66 @@
+"""How `train_batch` gets its micro-batches, hands them to the module, and finds the loss in what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from sheer.data import ResumableLoader
+from sheer.errors import DataError, UsageError
+
+
+def checked(data_iter: Iterator[Any]) -> Iterator[Any]:
+    """`data_iter`, if it is one: a collection would start anew at every step."""
+    if not isinstance(data_iter, Iterator):
+        raise DataError(
+            "train_batch needs an iterator, so that the next call goes on where this one ends; "
+            f"{type(data_iter).__name__} would start anew each time. Pass iter(loader) once."
+        )
+    return data_iter
+
+
+def endless(loader: ResumableLoader | None) -> Iterator[Any]:
+    """The epochs of the engine's own loader, one after the other."""
+    if loader is None:
+        raise DataError("train_batch() without an iterator needs training_data given to sheer.initialize")
+    return _epochs(loader)
+
+
+def _epochs(loader: ResumableLoader) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def next_batch(batches: Iterator[Any], *, done: int, of: int) -> Any:
+    """The next micro-batch; StopIteration says how many of the step's are accumulated."""
+    try:
+        return next(batches)
+    except StopIteration:
+        raise StopIteration(
+            f"the data ended with {done} of {of} micro-batches of a step accumulated"
+            + ("; engine.flush() applies them" if done else "")
+        ) from None
+
+
+def call(function: Callable[..., Any], batch: Any) -> Any:
+    """A tuple as positional arguments, a mapping as keywords, anything else as the one argument."""
+    if isinstance(batch, Mapping):
+        return function(**batch)
+    return function(*batch) if isinstance(batch, tuple) else function(batch)
+
+
+def loss_of(output: Any) -> Any:
+    """The loss in a module's output: the output itself, its `.loss`, or its "loss"."""
+    if isinstance(output, torch.Tensor):
+        return output
+    if isinstance(output, Mapping) and "loss" in output:
+        return output["loss"]
+    loss = getattr(output, "loss", None)
+    if loss is None:
+        raise UsageError(
+            f"train_batch needs a module that returns its loss (a scalar tensor, or something with .loss or ['loss']); "
+            f"it returned {type(output).__name__}"
+        )
+    return loss
