@@ -13,7 +13,7 @@ from sheer.cli import main
 from sheer.cli.demo import examples, folder
 from sheer.cli.demo.finish import smooth
 from sheer.cli.demo.folder import HEADER, Curve, Folder, Point, prepare, read_curve
-from sheer.cli.demo.knobs import Knobs
+from sheer.cli.demo.knobs import Knobs, default_processes
 from sheer.cli.demo.link import LONGEST_TEXT, Listener, Reporter
 from sheer.errors import UsageError
 
@@ -119,10 +119,25 @@ def with_checkpoint(root: Path) -> Folder:
     return run
 
 
-def test_a_checkpoint_without_knobs_is_not_gone_on_with(tmp_path: Path) -> None:
-    with_checkpoint(tmp_path)
-    with pytest.raises(UsageError, match=r"its knobs\.json cannot be read .*--fresh"):
-        prepare(tmp_path, knobs=Knobs())
+@pytest.mark.parametrize("name", ["config.json", "curve.csv", "sample.txt", "loss.png"])
+def test_files_of_somebody_else_are_neither_written_over_nor_removed(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
+    kept = with_checkpoint(tmp_path).checkpoints / "latest"
+    for touch in (lambda: prepare(tmp_path, knobs=Knobs()), lambda: folder.clear(tmp_path)):
+        with pytest.raises(UsageError, match=rf"holds .*{name}.* but no knobs\.json.*--out"):
+            touch()
+    assert (tmp_path / name).read_text() == "mine"
+    assert kept.exists()
+    assert not Folder(tmp_path).knobs.exists()
+
+
+@pytest.mark.parametrize(("there_are", "processes"), [(None, 2), (1, 1), (2, 2), (8, 2)])
+def test_by_default_no_two_processes_share_an_accelerator(
+    monkeypatch: pytest.MonkeyPatch, there_are: int | None, processes: int
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: there_are is not None)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: there_are)
+    assert default_processes() == processes
 
 
 def test_unreadable_knobs_are_an_error(tmp_path: Path) -> None:

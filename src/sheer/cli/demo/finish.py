@@ -39,7 +39,7 @@ def check_picture_library() -> None:
     """Raise UsageError where the picture cannot be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError(
-            "the picture of the loss curve needs matplotlib: pip install 'sheer[demo]', or pass --no-picture"
+            "the picture of the loss curve needs matplotlib: pip install matplotlib, or pass --no-picture"
         )
 
 

@@ -84,6 +84,7 @@ def prepare(root: Path, *, knobs: Knobs) -> Folder:
     Before its first checkpoint a run has nothing to lose, so its knobs may still change.
     """
     folder = Folder(root)
+    _check_ours(folder)
     if folder.has_checkpoint:
         _check_same(folder, knobs)
     else:
@@ -104,11 +105,25 @@ def make_root(root: Path) -> None:
 def clear(root: Path) -> None:
     """Remove an earlier run's files from `root`, and nothing else that may lie there."""
     folder = Folder(root)
+    _check_ours(folder)
     # The knobs go last: a removal cut short is still recognised as a run of the demo.
     for path in (folder.curve, folder.config, folder.sample, folder.picture, *root.glob("rank*.log"), folder.knobs):
         if path == folder.knobs and folder.checkpoints.exists():
             shutil.rmtree(folder.checkpoints)
         path.unlink(missing_ok=True)
+
+
+def _check_ours(folder: Folder) -> None:
+    """Refuse a folder whose files no run of the demo made: they would be written over, or removed by --fresh."""
+    if folder.knobs.exists():  # the first file that a run writes, and the last that --fresh removes
+        return
+    paths = (folder.config, folder.curve, folder.checkpoints, folder.sample, folder.picture)
+    names = [path.name for path in paths if path.exists()]
+    if names:
+        raise UsageError(
+            f"{folder.root} holds {', '.join(names)} but no {folder.knobs.name}, so they are not of a run of the demo;"
+            " pass --out with another folder"
+        )
 
 
 def _check_same(folder: Folder, knobs: Knobs) -> None:

@@ -35,7 +35,10 @@ class Knobs:
     @classmethod
     def of(cls, args: argparse.Namespace) -> Knobs:
         """The knobs in parsed arguments; raises ConfigError where they do not fit together."""
-        knobs = cls(**{field.name: getattr(args, field.name) for field in fields(cls)})
+        given = {field.name: getattr(args, field.name) for field in fields(cls)}
+        if given["processes"] is None:
+            given["processes"] = default_processes()
+        knobs = cls(**given)
         knobs._check()
         return knobs
 
@@ -101,7 +104,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "width": (1, "width of the model"),
         "layers": (1, "transformer blocks"),
         "heads": (1, "attention heads; --width must be a multiple"),
-        "processes": (1, "processes to train on, one thread each"),
         "seed": (0, "seed of the weights and of the order of the data"),
     }
     for name, (least, text) in sizes.items():
@@ -109,6 +111,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             option(name), type=at_least(least), default=default, metavar="N", help=f"{text} (default {default})"
         )
+    parser.add_argument(
+        "--processes",
+        type=at_least(1),
+        metavar="N",
+        help=f"processes to train on, one thread each (default {Knobs.processes}, or 1 on a single accelerator)",
+    )
     parser.add_argument(
         "--lr", type=positive, default=Knobs.lr, metavar="X", help=f"peak learning rate (default {Knobs.lr})"
     )
@@ -124,6 +132,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend", default=Knobs.backend, metavar="NAME", help=f"torch.compile's backend (default {Knobs.backend})"
     )
+
+
+def default_processes() -> int:
+    """As many as a run has by default, but not more than there are accelerators to share out."""
+    count = accelerators()
+    return Knobs.processes if count is None else min(Knobs.processes, count)
+
+
+def accelerators() -> int | None:
+    """How many this machine has; None where there are none, and processes share the CPU."""
+    import torch
+
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else None
 
 
 def at_least(least: int) -> Callable[[str], int]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sheer.cli.demo import examples
 from sheer.cli.demo.folder import Curve, Folder, Point
-from sheer.cli.demo.knobs import Knobs
+from sheer.cli.demo.knobs import Knobs, accelerators
 from sheer.cli.demo.link import Orders, Reporter
 from sheer.errors import DataError, SheerError, UsageError
 
@@ -92,9 +92,7 @@ def run(job: Job, *, orders: Orders, reporter: Reporter) -> None:
 
 def check_accelerators(knobs: Knobs) -> None:
     """Raise UsageError where several processes would have to share one accelerator."""
-    import torch
-
-    count = torch.accelerator.device_count() if torch.accelerator.is_available() else None
+    count = accelerators()
     if count is not None and count < knobs.processes:
         raise UsageError(
             f"--processes {knobs.processes} needs as many accelerators, and this machine has {count};"
