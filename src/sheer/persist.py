@@ -256,17 +256,18 @@ def _load_tensors(parts: SavedParts, index: Index, wish: Wish, *, module: bool) 
     ties = {**parts.ties, **buffers.ties}
     buffer_shards, landings = wanted_buffers(buffers)
     wanted, kinds = (wanted_params(runtime) + buffer_shards, {"param", "buffer"}) if module else ([], set[str]())
-    incoming = None
+    incoming, fresh = None, list[Shard]()
     if wish.optimizer and flat is not None:
         forms = index.facts.get("optimizer", {}).get("forms", {})
         saved = saved_optimizer_states(index, parts.params, ties, forms)
         incoming = flat.blank(saved, forms, rank=axis.rank, world=axis.size)
-        wanted += optimizer_shards(incoming.pieces)
+        fresh = optimizer_shards(incoming.pieces)
         kinds |= {kind for kind in index.kinds if kind.startswith(OPTIM)}
     left_out = set(index.facts.get("left_out", ()))
     checkpoint.load(
         index,
         wanted=wanted,
+        fresh=fresh,
         axis=axis,
         kinds=kinds,
         ties=ties,

@@ -20,6 +20,7 @@ from torch import nn
 import sheer
 import sheer.testing
 from sheer import checkpoint
+from sheer.checkpoint import loading
 from sheer.errors import CheckpointError, CommError, UsageError
 from sheer.optim.lion import Lion
 from sheer.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -35,6 +36,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 6}},
 }
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+Tensors = dict[checkpoint.Key, torch.Tensor]
 ALL = 6
 """Samples per step, in worlds of 1, 2 and 3."""
 
@@ -111,19 +113,21 @@ def test_from_any_to_any(source: int, target: int, tmp_path: Path, monkeypatch: 
         losses = worlds.within(source, partial(_save_and_go_on, one, folder))
         mine = worlds.within(target, partial(_load_and_go_on, other, folder, names[pair % 3]))
         if sheer.testing.rank() == 0 and pair // 3 == pair % 3:
-            near = 1e-5 if names[pair % 3] == "fp32" else 2**-7
-            assert mine == pytest.approx(losses, rel=near), (one, other)
+            # In 8 or 11 bits the gradients are rounded apart at another world; the first loss is of equal weights.
+            steps, near = (2, 1e-5) if names[pair % 3] == "fp32" else (1, 2**-8)
+            assert mine[:steps] == pytest.approx(losses[:steps], rel=near), (one, other)
 
 
 def _save_and_go_on(case: Case, folder: Path) -> list[float]:
     engine = build(1, case)
-    train(engine, case, range(3))
+    train(engine, case, range(2))
     masters = {fqn: safe_get_full_fp32_param(p) for fqn, p in engine.module.named_parameters() if p.requires_grad}
     engine.save_checkpoint(folder, "first")
-    stored = contents(folder / "first")
-    for fqn, value in masters.items():
-        assert torch.equal(stored[checkpoint.Key("param", fqn)], value), fqn
-    losses = [step.loss for step in train(engine, case, range(3, 5))]
+    if case.rank == 0:
+        stored = contents(folder / "first")
+        for fqn, value in masters.items():
+            assert torch.equal(stored[checkpoint.Key("param", fqn)], value), fqn
+    losses = [step.loss for step in train(engine, case, range(2, 4))]
     engine.destroy()
     return losses
 
@@ -132,7 +136,16 @@ def _load_and_go_on(case: Case, folder: Path, precision: str) -> list[float]:
     engine = build(2, case)
     engine.load_checkpoint(folder, "first")
     engine.save_checkpoint(folder, "second", save_latest=False)
-    first, second = contents(folder / "first"), contents(folder / "second")
+    if case.rank == 0:
+        _compare(engine, contents(folder / "first"), contents(folder / "second"), precision)
+    assert engine.global_steps == 2
+    losses = [step.loss for step in train(engine, case, range(2, 4))]
+    engine.destroy()
+    return losses
+
+
+def _compare(engine: Any, first: Tensors, second: Tensors, precision: str) -> None:
+    """All that was saved came to the bit, and what the model computes with is it, rounded."""
     assert first.keys() == second.keys()
     for key, value in first.items():
         if key.kind == "param" and key.name.startswith("frozen"):  # it has no master
@@ -141,19 +154,14 @@ def _load_and_go_on(case: Case, folder: Path, precision: str) -> list[float]:
     for fqn, param in engine.module.named_parameters():
         stored = first[checkpoint.Key("param", fqn)].to(param.dtype)
         assert torch.equal(param.detach(), stored), fqn
-    assert engine.global_steps == 3
-    losses = [step.loss for step in train(engine, case, range(3, 5))]
-    engine.destroy()
-    return losses
 
 
 @everywhere
 @stages
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_restart_is_no_event(stage: int, precision: str, accumulation: int, tmp_path: Path) -> None:
+def test_a_restart_is_no_event(stage: int, precision: str, tmp_path: Path) -> None:
     """To the bit, with other initial weights, in an engine that has trained already or in a new one."""
-    case = in_world(sheer.testing.world_size(), stage, precision, accumulation=accumulation, micro=2)
+    case = in_world(sheer.testing.world_size(), stage, precision, accumulation=2, micro=2)
     engine = build(1, case)
     train(engine, case, range(2))
     engine.save_checkpoint(tmp_path)
@@ -166,14 +174,7 @@ def test_a_restart_is_no_event(stage: int, precision: str, accumulation: int, tm
         path, client = engine.load_checkpoint(tmp_path)
         assert (path, client) == (str(tmp_path / "global_step2"), {})
         assert train(engine, case, range(2, 4)) == expected
-        again = snapshot(engine)
-        assert again.pop("rng") is not None
-        assert_same(again, {key: value for key, value in end.items() if key != "rng"} | again_scratch(again))
-
-
-def again_scratch(state: dict[str, Any]) -> dict[str, Any]:
-    """Non-persistent buffers are not saved; they are what the new run made them."""
-    return {"scratch": state["scratch"]}
+        assert_same(snapshot(engine), end)
 
 
 @pytest.mark.world_size(3)
@@ -203,16 +204,10 @@ def test_growing_and_shrinking(
         return losses
 
     chain = [worlds.within(world, partial(leg, world, number)) for number, world in enumerate((1, 3, 2, 1))]
+    case = in_world(1, 0)
+    whole = worlds.within(1, lambda: train(build(0, case, cls=cls, **options), case, range(8)))
     if sheer.testing.rank() == 0:
-        case = in_world(1, 0)
-        engine = worlds._axes[1] and build(0, _alone(monkeypatch, worlds, case), cls=cls, **options)
-        expected = [step.loss for step in train(engine, case, range(8))]
-        assert [loss for leg in chain for loss in leg] == pytest.approx(expected, rel=1e-5)
-
-
-def _alone(monkeypatch: pytest.MonkeyPatch, worlds: Worlds, case: Case) -> Case:
-    monkeypatch.setattr("sheer.comm.data_axis", lambda: worlds._axes[1])
-    return case
+        assert [loss for losses in chain for loss in losses] == pytest.approx([step.loss for step in whole], rel=1e-5)
 
 
 @pytest.mark.parametrize("compiled", [(True, False), (False, True)])
@@ -301,7 +296,6 @@ def test_the_loader_goes_on_in_the_middle_of_an_epoch(
     source: int, target: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worlds = Worlds(monkeypatch)
-    seen: list[list[int]] = []
 
     def run(world: int, *, load: bool, steps: int) -> list[list[int]]:
         case = in_world(world, 2)
@@ -332,7 +326,6 @@ def test_the_loader_goes_on_in_the_middle_of_an_epoch(
         assert second == first[2:]  # four more of this epoch, then the next
         assert sorted(i for batch in first[:6] for i in batch) == list(range(36))
         assert first[6:] != first[: len(first) - 6]
-    seen.clear()
 
 
 @everywhere
@@ -372,12 +365,32 @@ def test_client_state_and_its_refusal(stage: int, tmp_path: Path) -> None:
     train(engine, case, range(1))
 
 
+@everywhere
+@stages
+def test_a_load_reads_aside_no_more_than_parameters(stage: int, tmp_path: Path, monkeypatch) -> None:
+    """New optimizer state is read where it stays: besides it, a load holds this rank's parameters once more."""
+    case = here(stage)
+    engine = build(1, case)
+    train(engine, case, range(1))
+    engine.save_checkpoint(tmp_path)
+    aside, make = [], loading.host_empty
+
+    def counted(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        aside.append(numel)
+        return make(numel, dtype)
+
+    monkeypatch.setattr(loading, "host_empty", counted)
+    engine.load_checkpoint(tmp_path)
+    own = sum(p.numel() for p in engine.module.parameters()) // (case.world if stage else 1)
+    assert 0 < sum(aside) <= own + 2 * 128 * len(engine.layout.buckets) + 1000  # padding, buffers
+
+
 # --- parts of a checkpoint --------------------------------------------------------------------------------------------
 
 
 @everywhere
 @stages
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("way", ["load_module_only", "load_optimizer_states=False", "custom_load_fn"])
 def test_weights_alone_refresh_the_masters(stage: int, precision: str, way: str, tmp_path: Path) -> None:
     case = in_world(sheer.testing.world_size(), stage, precision)
@@ -580,15 +593,15 @@ def _cut_rng(folder: Path) -> None:
 
 
 def _nothing(folder: Path) -> None:
-    pass
+    """Nothing is wrong with the checkpoint."""
 
 
-LAMBDA = {"scheduler": {"type": "StepLR", "params": {"step_size": 1}}}
+STEPS = {"scheduler": {"type": "StepLR", "params": {"step_size": 1}}}
 FAILURES: dict[str, tuple[Callable[[Path], None], dict[str, Any], str]] = {
     "a flipped bit": (_flip, {}, "do not match their checksum"),
     "damaged random state": (_cut_rng, {}, "rng.safetensors"),
     "another optimizer": (_nothing, {"optimizer": {"type": "Lion"}}, "state of optimizer AdamW, this run uses Lion"),
-    "no scheduler saved": (_nothing, LAMBDA, "has no scheduler state"),
+    "no scheduler saved": (_nothing, STEPS, "has no scheduler state"),
 }
 
 

@@ -134,7 +134,7 @@ def test_equals_masters_by_hand(stage: int, accumulation: int, mode: str) -> Non
     case = here(stage, extra=chosen.extra, accumulation=accumulation)
     model, reference = odd(), odd()
     hand = ByHand(reference, chosen.dtype, sum_dtype=chosen.sum_dtype)
-    data = batches(4, size=case.global_batch)
+    data = batches(3, size=case.global_batch)
     engine = start(model, case)
     engine_run(engine, case, data)
     hand.train(case, data, wire=chosen.wire, loss_scale=chosen.loss_scale)
@@ -330,7 +330,8 @@ def test_autocast_equals_autocast_by_hand(stage: int) -> None:
     ours = engine_run(start(model, case), case, data)
     theirs = plain_run(reference, case, data, optimizer=foreach(reference.parameters()), call=by_hand)
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-5, atol=1e-6)
-    assert_same_model(model, reference.train(), rtol=1e-4, atol=1e-5) if case.world == 1 else None
+    reference.seen.copy_(model.seen)
+    assert_same_model(model, reference, rtol=1e-4, atol=1e-5)
     assert model.embed.weight.dtype is torch.float32
 
 

@@ -61,7 +61,6 @@ def snapshot(engine: Any) -> dict[str, Any]:
     optimizer = engine.flat_optimizer()
     state = {
         "module": engine.module.state_dict(),
-        "scratch": dict(engine.module.named_buffers()),
         "masters": [flat.master for flat in parts.plan.runtime.flats],
         "optimizer": [optimizer.base.state.get(run.tensor, {}) for run in optimizer.runs],
         "groups": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.base.param_groups],

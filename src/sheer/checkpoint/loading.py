@@ -46,6 +46,8 @@ class _Source(NamedTuple):
 
     shard: Shard
     stored: tuple[Key, ...]
+    fresh: bool
+    """Whether nobody has seen the shard's memory yet, so that it can be read into directly."""
 
 
 class _Findings(NamedTuple):
@@ -90,6 +92,7 @@ def load(
     *,
     wanted: Sequence[Shard],
     axis: Axis,
+    fresh: Sequence[Shard] = (),
     kinds: Collection[str] | None = None,
     ties: Mapping[str, str] | None = None,
     allow_missing: Allow = False,
@@ -98,27 +101,35 @@ def load(
 ) -> LoadReport:
     """Fill the data of the `wanted` shards from the checkpoint, on all ranks or on none. Collective on `axis`.
 
+    `fresh` ones are wanted too, and nobody looks at their memory unless this returns: they are read in place.
+
     Other dtypes convert where the value keeps its meaning (fp32 to bf16; never fractions to integers). `kinds` limits
     what is loaded and what can be unexpected; others among `wanted` are left alone. `ties` maps aliases of this model
     to the names that `wanted` uses. A tensor tied in one and not in the other is loaded where that has one meaning:
-    a tied value fills both; two values fill one where they are equal. Peak host memory besides `wanted`: as much again
-    for what is read aside, and a few chunks.
+    a tied value fills both; two values fill one where they are equal. Peak host memory besides `wanted` and `fresh`:
+    as much as `wanted` again for what is read aside, and a few chunks.
 
     Raises CheckpointError on every rank, with nothing changed, when a tensor is missing or unexpected and that is not
     allowed, has another shape, cannot be converted, or its bytes are not those that were written.
     """
     axis.assemble(f"load_checkpoint(tag={index.tag!r})", timeout=timeout)
     doing = f"loading checkpoint {index.directory}"
-    chosen = [shard for shard in wanted if kinds is None or shard.kind in kinds]
-    sources = together(axis, doing, lambda: _resolve(index, chosen, ties or {}))
+    chosen, new = ([s for s in shards if kinds is None or s.kind in kinds] for shards in (wanted, fresh))
+    sources = together(
+        axis,
+        doing,
+        lambda: _resolve(index, chosen, ties or {}, fresh=False) + _resolve(index, new, ties or {}, fresh=True),
+    )
     found: list[_Findings] = axis.gather_objects(_judge(index, sources, merge_states=allow_unexpected))
     report = together(axis, doing, lambda: _decide(index, found, kinds, allow_missing, allow_unexpected))
     staged: list[torch.Tensor] = []
     available = [source for source in sources if source.stored]
     nbytes = together(axis, doing, lambda: _stage(index, available, staged, compare=not allow_unexpected))
     with torch.no_grad():
-        for source, values in zip(available, staged, strict=True):
-            source.shard.data.copy_(values)
+        for source in reversed(available):
+            values = staged.pop()
+            if values is not source.shard.data:
+                source.shard.data.copy_(values)
     return report._replace(nbytes=nbytes)
 
 
@@ -167,7 +178,7 @@ def read_rng(index: Index, rank: int) -> dict[str, torch.Tensor] | None:
     return {name.removeprefix(mine): state for name, state in states.items() if name.startswith(mine)} or None
 
 
-def _resolve(index: Index, wanted: Sequence[Shard], ties: Mapping[str, str]) -> list[_Source]:
+def _resolve(index: Index, wanted: Sequence[Shard], ties: Mapping[str, str], *, fresh: bool) -> list[_Source]:
     """For each wanted shard, the stored tensors that go by one of its names, its own name first."""
     check_shards(wanted)
     aliases: dict[str, list[str]] = {}
@@ -179,14 +190,14 @@ def _resolve(index: Index, wanted: Sequence[Shard], ties: Mapping[str, str]) -> 
         names = [shard.name, *sorted(aliases.get(shard.name, []))]
         keys = [Key(shard.kind, name) for name in names]
         owners = [key if index.entry(key) else Key(key.kind, stored_ties.get(key.name, key.name)) for key in keys]
-        sources.append(_Source(shard, tuple(dict.fromkeys(key for key in owners if index.entry(key)))))
+        sources.append(_Source(shard, tuple(dict.fromkeys(key for key in owners if index.entry(key))), fresh))
     return sources
 
 
 def _judge(index: Index, sources: Iterable[_Source], *, merge_states: bool) -> _Findings:
     """What this rank found, without deciding yet what is allowed."""
     findings = _Findings(index.crc32, set(), {}, set(), set())
-    for shard, stored in sources:
+    for shard, stored, _ in sources:
         findings.used.update(stored)
         if stored:
             findings.loaded.add(shard.key)
@@ -290,8 +301,10 @@ def _shape(index: Index, key: Key) -> tuple[int, ...]:
 
 
 def _stage(index: Index, sources: Sequence[_Source], staged: list[torch.Tensor], *, compare: bool) -> int:
-    """Read what fills each shard into `staged`, in order; the bytes fetched. Destinations are not touched."""
-    staged.extend(host_empty(source.shard.data.numel(), source.shard.data.dtype) for source in sources)
+    """Read what fills each shard into `staged`, in order; the bytes fetched. Destinations in use are not touched."""
+    for shard, _, fresh in sources:
+        in_place = fresh and shard.data.is_cpu
+        staged.append(shard.data if in_place else host_empty(shard.data.numel(), shard.data.dtype))
     requests = [Request(s.stored[0], s.shard.start, out) for s, out in zip(sources, staged, strict=True)]
     nbytes = read(index, requests)
     if compare:
