@@ -33,6 +33,20 @@ def test_show_lists_tensors_and_sums_up(root: Path, capsys: pytest.CaptureFixtur
     assert f"step7 in {root / 'step7'}" in said
 
 
+def test_show_keeps_long_names_whole_and_counts_layers_as_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    names = [f"model.transformer.layers.{index}.attention.projection.weight" for index in (10, 2, 0)]
+    shards = [whole("param", name, torch.zeros(3)) for name in names]
+    save(tmp_path, "step1", shards=shards, facts={}, state={}, rng={}, axis=Solo())
+    assert main(["ckpt", "show", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert [line.split()[0] for line in said.splitlines()[1:4]] == names[::-1]
+    assert "by 1 rank\n" in said
+    assert "model 0.0 kB" in said
+
+
 def test_show_as_json(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ckpt", "show", str(root), "--tag", "step7", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,6 +45,46 @@ def test_check_resolves_the_batch_for_a_number_of_ranks(good: str, capsys: pytes
     assert "train_batch_size 8 = micro-batch 4 * accumulation 1 * ranks 2" in capsys.readouterr().out
     assert main(["config", "check", good, "--ranks", "3"]) == 2
     assert "the data-parallel size is 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"optimizer": {"type": "AdamWW"}}, ["Did you mean 'AdamW'"]),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"leer": 1}}, "scheduler": {"type": "WarmupXR"}},
+            ["no parameter 'leer'", "Did you mean 'WarmupLR'"],
+        ),
+        ({"scheduler": {"type": "WarmupDecayLR"}}, ["needs total_num_steps"]),
+        ({"train_micro_batch_size_per_gpu": 3}, ["train_micro_batch_size_per_gpu is 3"]),
+        ({"train_batch_size": None}, ["batch size is not given"]),
+    ],
+)
+def test_check_finds_what_would_stop_initialize(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: dict[str, Any], says: list[str]
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"train_batch_size": 16, **given}))
+    assert main(["config", "check", str(file)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert all(words in said.err for words in says), said.err
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"optimizer": {"type": "not.importable.Here", "params": {"anything": 1}}},
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": [0.0, 0.1, 0.2]}}},
+        {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0}}},
+        {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}},
+        {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2},
+    ],
+)
+def test_check_lets_pass_what_only_the_run_can_decide(tmp_path: Path, given: dict[str, Any]) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"train_batch_size": 16, **given}))
+    assert main(["config", "check", str(file)]) == 0
 
 
 def test_explain_as_json_and_as_one_line_a_key(good: str, bad: str, capsys: pytest.CaptureFixture[str]) -> None:

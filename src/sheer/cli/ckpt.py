@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def _rows(index: Index) -> list[dict[str, Any]]:
     aliases: dict[str, list[str]] = {}
     for alias, owner in index.ties.items():
         aliases.setdefault(owner, []).append(alias)
-    return [
+    rows = [
         {
             "name": key.name,
             "kind": key.kind,
@@ -56,6 +57,7 @@ def _rows(index: Index) -> list[dict[str, Any]]:
         for key, entry in index.entries()
         if key.kind in ("param", "buffer")
     ]
+    return sorted(rows, key=lambda row: _natural(row["name"]))
 
 
 def _summary(index: Index) -> dict[str, Any]:
@@ -73,20 +75,33 @@ def _summary(index: Index) -> dict[str, Any]:
 
 
 def _print(rows: list[dict[str, Any]], summary: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("name", "shape", "dtype", "kind", "pieces", "optimizer states", "tied to it", box=None)
+    from sheer.cli.table import print_table
+
+    table = Table(
+        "name", "shape", "dtype", "kind", "pieces", "optimizer states", "tied to it", box=None, pad_edge=False
+    )
     for row in rows:
         shape = " x ".join(map(str, row["shape"])) or "scalar"
         lists = (", ".join(row["optimizer_states"]), ", ".join(row["tied"]))
         cells = (row["name"], shape, row["dtype"], row["kind"], str(row["pieces"]), *lists)
         table.add_row(*map(Text, cells))  # as text: a name may look like markup
-    console = Console(soft_wrap=True)
-    console.print(table)
+    print_table(table, fold=False)  # a name cut or folded is none to copy
+    ranks = "1 rank" if summary["world"] == 1 else f"{summary['world']} ranks"
     print(
-        f"\n{summary['tag']} in {summary['directory']}: saved {summary['saved_at']} by {summary['world']} ranks\n"
-        f"{summary['parameters']:,} parameters; model {summary['model_bytes'] / 1e6:,.1f} MB, optimizer "
-        f"{summary['optimizer_bytes'] / 1e6:,.1f} MB, on disk {summary['file_bytes'] / 1e6:,.1f} MB"
+        f"\n{summary['tag']} in {summary['directory']}: saved {summary['saved_at']} by {ranks}\n"
+        f"{summary['parameters']:,} parameters; model {_size(summary['model_bytes'])}, optimizer "
+        f"{_size(summary['optimizer_bytes'])}, on disk {_size(summary['file_bytes'])}"
     )
+
+
+def _size(count: int) -> str:
+    """Bytes in kB below a megabyte, else in MB."""
+    return f"{count / 1e3:,.1f} kB" if count < 1e6 else f"{count / 1e6:,.1f} MB"
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sorts `blocks.2` before `blocks.10`."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]

@@ -38,9 +38,7 @@ class Findings(NamedTuple):
 def check_picture_library() -> None:
     """Raise UsageError where the picture cannot be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError(
-            "the picture of the loss curve needs matplotlib: pip install matplotlib, or pass --no-picture"
-        )
+        raise UsageError("the picture of the loss curve needs matplotlib: pip install matplotlib, or pass --no-picture")
 
 
 def finish(folder: Folder, knobs: Knobs, *, picture: bool) -> Findings:
