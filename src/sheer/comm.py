@@ -15,7 +15,8 @@ import os
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -84,18 +85,33 @@ class Ticket:
         """Order the current stream behind this collective and give its buffers back."""
         if self.done:
             return
-        try:
+        with _completing(self._what):
             for work in self._works:
                 work.wait()
-        except RuntimeError as error:
-            raise CommError(
-                f"{self._what} did not complete: {error}. A peer has failed, left, or is not taking part in the same "
-                "operation; look for the first error among all ranks, and check that every rank runs the same number "
-                "of forward/backward/step calls."
-            ) from error
         if self._finish is not None:
             self._finish()
         self._works, self._finish, self.held = (), None, ()
+
+    def drop(self) -> None:
+        """Give the buffers back for a result that nobody wants any more, whether or not it comes."""
+        with suppress(CommError):
+            self.wait()
+        self._works, self._finish, self.held = (), None, ()
+
+
+@contextmanager
+def _completing(what: str) -> Iterator[None]:
+    """Say which operation it was that the backend could not do, and where to look."""
+    try:
+        yield
+    except CommError:
+        raise
+    except RuntimeError as error:
+        raise CommError(
+            f"{what} did not complete: {error}. A peer has failed, left, or is not taking part in the same operation; "
+            "look for the first error among all ranks, and check that every rank runs the same number of "
+            "forward/backward/step calls."
+        ) from error
 
 
 _DONE = Ticket((), (), "nothing", None)
@@ -180,7 +196,8 @@ class Lane:
         if self._transport is None:
             return _finished(then)
         self.counters.count("all_reduce", tensor, self._axis.size, what)
-        works, finish = self._transport.all_reduce(tensor)
+        with _completing(what):
+            works, finish = self._transport.all_reduce(tensor)
         return Ticket(works, (tensor,), what, _chain(finish, then))
 
     def reduce_scatter(
@@ -192,7 +209,8 @@ class Lane:
                 shard.copy_(full)
             return _finished(then)
         self.counters.count("reduce_scatter", full, self._axis.size, what)
-        works, finish = self._transport.reduce_scatter(shard, full)
+        with _completing(what):
+            works, finish = self._transport.reduce_scatter(shard, full)
         return Ticket(works, (full, shard), what, _chain(finish, then))
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, *, what: str, then: Finish | None = None) -> Ticket:
@@ -202,7 +220,8 @@ class Lane:
                 full.copy_(shard)
             return _finished(then)
         self.counters.count("all_gather", full, self._axis.size, what)
-        works, finish = self._transport.all_gather(full, shard)
+        with _completing(what):
+            works, finish = self._transport.all_gather(full, shard)
         return Ticket(works, (full, shard), what, _chain(finish, then))
 
 
@@ -300,7 +319,8 @@ class Axis:
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, group_src=0, group=self.group)
+        with _completing("a message from rank 0"):
+            dist.broadcast_object_list(box, group_src=0, group=self.group)
         return box[0]
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -308,18 +328,21 @@ class Axis:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        with _completing("an exchange of messages"):
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:
         """Overwrite `tensor` with that of rank `source`."""
         if self.size > 1 and tensor.numel():
-            dist.broadcast(tensor, group_src=source, group=self.group)
+            with _completing(f"a broadcast from rank {source}"):
+                dist.broadcast(tensor, group_src=source, group=self.group)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> None:
         """Element-wise maximum over the axis, in place."""
         if self.size > 1:
-            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+            with _completing("a maximum over all ranks"):
+                dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
 
     def agree(self, error: BaseException | None, *, doing: str) -> None:
         """Raise one error on every rank if any rank brings one; the message lists them all, rank by rank."""
@@ -388,7 +411,8 @@ class Axis:
     def barrier(self) -> None:
         """Wait for all ranks of the axis."""
         if self.size > 1:
-            dist.barrier(group=self.group)
+            with _completing("a barrier"):
+                dist.barrier(group=self.group)
 
 
 def init_process_group(device: torch.device, *, timeout: float | None = None) -> bool:

@@ -202,11 +202,14 @@ class BucketGrad(ABC):
         assert self._ticket is not None
         self._ticket.wait()
         self._settle(self._part)
-        if self._sent is self._local:
-            self._release_local(after=self._ticket)
-        else:
-            self._arena.release(self._sent, after=self._ticket)
+        self._take_back(self._ticket)
         self.state = GradState.REDUCED
+
+    def _take_back(self, ticket: Ticket) -> None:
+        if self._sent is self._local:
+            self._release_local(after=ticket)
+        else:
+            self._arena.release(self._sent, after=ticket)
         self._ticket = None
         del self._sent, self._part
 
@@ -222,8 +225,10 @@ class BucketGrad(ABC):
                     self._detached[index], self._shown[index] = 0, 1
 
     def clear(self) -> None:
-        """Forget this step's gradient; `.grad` becomes None."""
-        self.land()
+        """Forget this step's gradient; `.grad` becomes None. Not even a peer that has failed can prevent it."""
+        if self._ticket is not None:
+            self._ticket.drop()
+            self._take_back(self._ticket)
         for param in self.flat.params:
             param.grad = None
         count = len(self._has)

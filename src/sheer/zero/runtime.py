@@ -303,6 +303,9 @@ class ZeroRuntime:
         """Take the hooks away, give parameters memory of their own, free the buffers."""
         self.remove_hooks()
         self.clear()
+        for ticket in self._gathering:  # a step has failed half-way
+            ticket.drop()
+        self._gathering = []
         for flat in self.flats:
             flat.release()
         self.arena.trim()
