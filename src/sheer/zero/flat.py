@@ -111,5 +111,5 @@ class FlatBucket:
             param.grad = None
             if param.is_set_to(view):
                 param.data = param.data.clone()
-            if self.plan.trainable:
-                param.grad_dtype = param.dtype if grad_dtype is not None else None
+            # Frozen ones too: they may have trained in an earlier plan.
+            param.grad_dtype = param.dtype if grad_dtype is not None else None
