@@ -16,7 +16,7 @@ from sheer.compiler import Compiler
 from sheer.config import BatchSizes, Config, resolve_batch
 from sheer.data import ResumableLoader, build_loader
 from sheer.engine import Engine, Parts
-from sheer.errors import ConfigError, UsageError
+from sheer.errors import ConfigError, DataError, UsageError
 from sheer.monitor import Monitor, build_monitors
 from sheer.observe import Teller
 from sheer.optim.handle import ShardedOptimizer
@@ -81,7 +81,7 @@ def initialize(
     axis = comm.data_axis()
 
     def prepare() -> _Ready:
-        _refuse(distributed_port=distributed_port, mpu=mpu, mesh_param=mesh_param)
+        _refuse(args, distributed_port=distributed_port, mpu=mpu, mesh_param=mesh_param)
         given = _Given(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn)
         return _prepare(given, Config.load(_one_config(args, config, config_params)), axis)
 
@@ -180,7 +180,9 @@ def _stay() -> None:
     """Whoever made the process group leaves it."""
 
 
-def _refuse(*, distributed_port: int | None, mpu: Any, mesh_param: Any) -> None:
+def _refuse(args: Any, *, distributed_port: int | None, mpu: Any, mesh_param: Any) -> None:
+    if isinstance(args, torch.nn.Module):
+        raise UsageError("the first positional argument is args, as in DeepSpeed; pass the model as model=...")
     if mpu is not None or mesh_param is not None:
         raise UsageError("mpu and mesh_param are not supported: there is one data-parallel axis of all ranks")
     if distributed_port is not None and "MASTER_PORT" not in os.environ:
@@ -195,12 +197,14 @@ def _one_config(args: Any, config: ConfigSource | None, config_params: ConfigSou
     given = {"config": config, "config_params": config_params, "args.deepspeed_config": from_args}
     present = {name: value for name, value in given.items() if value is not None}
     if len(present) != 1:
-        found = " and ".join(present) if present else "none of them"
-        raise ConfigError(f"give the config once, as config=path, dict or Config; found {found} of {', '.join(given)}")
+        found = f"found {' and '.join(present)}" if present else f"found none of {', '.join(given)}"
+        raise ConfigError(f"give the config once, as config=path, dict or Config; {found}")
     return cast(ConfigSource, next(iter(present.values())))
 
 
 def _check_model(model: torch.nn.Module | None) -> torch.nn.Module:
+    if isinstance(model, type):
+        raise UsageError(f"model must be a torch.nn.Module, not the class {model.__name__}; pass an instance of it")
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
@@ -371,6 +375,11 @@ def _build_monitors(config: Config, axis: Axis) -> Any:
 def _build_loader(
     dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, config: Config, axis: Axis, micro_batch: int
 ) -> ResumableLoader:
+    if isinstance(dataset, torch.utils.data.DataLoader):
+        raise DataError(
+            "training_data must be a data set, not a DataLoader: the engine makes the loader, and shards it. Pass "
+            "loader.dataset, and its collate_fn if it has one; or iterate your own loader and leave training_data out"
+        )
     section = config.data_loader
     return build_loader(
         dataset,

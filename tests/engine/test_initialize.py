@@ -41,7 +41,7 @@ def test_a_config_may_come_as_path_dict_or_object(tmp_path) -> None:
 
 
 def test_a_config_is_given_once() -> None:
-    with pytest.raises(ConfigError, match="found none of them"):
+    with pytest.raises(ConfigError, match="found none of config, "):
         sheer.initialize(model=nn.Linear(2, 1))
     with pytest.raises(ConfigError, match="found config and config_params"):
         sheer.initialize(model=nn.Linear(2, 1), config=CONFIG, config_params=CONFIG)
@@ -57,7 +57,10 @@ def test_a_config_is_given_once() -> None:
         ({"config": {**CONFIG, "scheduler": {"type": "WarmUpLR2"}}}, ConfigError, "WarmupLR"),
         ({"model": "no model"}, UsageError, "torch.nn.Module, not str"),
         ({"model": nn.Linear(2, 2, device="meta")}, UsageError, "'weight' is on the meta device"),
+        ({"model": nn.ReLU}, UsageError, "not the class ReLU; pass an instance"),
+        ({"args": nn.ReLU()}, UsageError, "pass the model as model="),
         ({"training_data": []}, DataError, "empty"),
+        ({"training_data": torch.utils.data.DataLoader([1, 2])}, DataError, "not a DataLoader.*loader.dataset"),
         ({"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1)}, UsageError, "group 0, parameter 0"),
         ({"mpu": object()}, UsageError, "mpu"),
     ],
