@@ -88,6 +88,7 @@ class Engine(DeepSpeedNames):
         self._alive = True
         self._own_iterator: Iterator[Any] | None = None
         self._params, self._ties = names_and_ties(parts.module)
+        self._islands = planning.fp32_islands(parts.module)
         self._flags = self._trainable_now()
         self._plan = planning.build(self._params, base=self._base, **self._circumstances())
         self._runtime = self._plan.runtime
@@ -95,7 +96,13 @@ class Engine(DeepSpeedNames):
         self._attach()
 
     def _circumstances(self) -> dict[str, Any]:
-        return {"config": self._config, "group_of": self._group_of, "axis": self._axis, "device": self.device}
+        return {
+            "config": self._config,
+            "group_of": self._group_of,
+            "islands": self._islands,
+            "axis": self._axis,
+            "device": self.device,
+        }
 
     def _trainable_now(self) -> tuple[bool, ...]:
         return tuple(param.requires_grad for param in self._params.values())

@@ -38,18 +38,38 @@ class Plan(NamedTuple):
     optimizer: FlatOptimizer | None
 
 
+def fp32_islands(module: torch.nn.Module) -> frozenset[str]:
+    """Parameters that keep their dtype in a low-precision model: those of normalisations with running statistics.
+
+    Buffers keep their dtype, and torch's batch norm refuses weights of another dtype than its statistics. It takes
+    low-precision inputs all the same.
+    """
+    kept = torch.nn.modules.batchnorm._NormBase
+    return frozenset(
+        f"{path}.{name}" if path else name
+        for path, owner in module.named_modules()
+        if isinstance(owner, kept) and owner.track_running_stats
+        for name, _ in owner.named_parameters(recurse=False)
+    )
+
+
 def make_layout(
-    params: Mapping[str, torch.nn.Parameter], *, config: Config, group_of: Mapping[str, int], world: int
+    params: Mapping[str, torch.nn.Parameter],
+    *,
+    config: Config,
+    group_of: Mapping[str, int],
+    islands: frozenset[str] = frozenset(),
+    world: int,
 ) -> Layout:
-    """Where each piece of `params` lives. Pure: no process group."""
+    """Where each piece of `params` lives; `islands` keep their dtype. Pure: no process group."""
     section = config.zero_optimization
-    specs = [_spec(fqn, param, config, group_of) for fqn, param in params.items()]
+    specs = [_spec(fqn, param, config, group_of, keep=fqn in islands) for fqn, param in params.items()]
     limit = layouts.bucket_limit(sum(spec.numel for spec in specs), section.reduce_bucket_size)
     return layouts.plan(specs, stage=layouts.STAGES[section.stage], world=world, limit=limit)
 
 
-def _spec(fqn: str, param: torch.nn.Parameter, config: Config, group_of: Mapping[str, int]) -> ParamSpec:
-    dtype = _compute_dtype(param, config)
+def _spec(fqn: str, param: torch.nn.Parameter, config: Config, group_of: Mapping[str, int], *, keep: bool) -> ParamSpec:
+    dtype = param.dtype if keep else _compute_dtype(param, config)
     grad_dtype = torch.float32 if dtype in LOW_PRECISION else dtype
     chosen = config.data_types.grad_accum_dtype
     if chosen is not None and dtype.is_floating_point:
@@ -71,6 +91,7 @@ def build(
     *,
     config: Config,
     group_of: Mapping[str, int],
+    islands: frozenset[str],
     base: torch.optim.Optimizer | None,
     axis: Axis,
     device: torch.device,
@@ -80,7 +101,7 @@ def build(
     State that the optimizer has already (a run goes on, or its constructor makes some) goes with its parameters.
     """
     given = [] if base is None else _state_so_far(base, params)
-    layout = make_layout(params, config=config, group_of=group_of, world=axis.size)
+    layout = make_layout(params, config=config, group_of=group_of, islands=islands, world=axis.size)
     if base is not None and axis.size > 1 and layout.stage.optim is Placement.SHARDED and needs_whole_tensors(base):
         raise cannot_shard(base)  # before the model is touched
     runtime = _make_runtime(layout, params, config=config, axis=axis, device=device)
@@ -155,6 +176,7 @@ def rebuild(
     *,
     config: Config,
     group_of: Mapping[str, int],
+    islands: frozenset[str],
     axis: Axis,
     device: torch.device,
 ) -> Plan:
@@ -167,7 +189,7 @@ def rebuild(
     offers = restate.describe(pieces, axis)
     forms = {} if optimizer is None else merged_forms(optimizer, axis)
     old.runtime.remove_hooks()
-    layout = make_layout(params, config=config, group_of=group_of, world=axis.size)
+    layout = make_layout(params, config=config, group_of=group_of, islands=islands, world=axis.size)
     runtime = _make_runtime(layout, params, config=config, axis=axis, device=device)
     if optimizer is None:
         return Plan(layout, runtime, None)

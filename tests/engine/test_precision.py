@@ -603,3 +603,38 @@ def test_destroyed_engines_leave_the_users_values() -> None:
         assert torch.equal(value, values[key])
     assert isinstance(model, Odd)
     adamw(model)
+
+
+# --- batch norm -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_batch_norm_keeps_its_precision_and_trains(precision: str, dtype: torch.dtype) -> None:
+    """torch refuses low-precision weights beside fp32 statistics. Oracle: a model cast by hand, its norms left fp32."""
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 4, 1))
+
+    model, hand = build(), build()
+    for layer in hand:
+        if not isinstance(layer, nn.BatchNorm2d):
+            layer.to(dtype)
+    optimizer = torch.optim.AdamW([hand[1].weight, hand[1].bias], lr=1e-2, foreach=True)
+    config = {
+        "train_batch_size": 8,
+        precision: {"enabled": True, **({"loss_scale": 1} if precision == "fp16" else {})},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "foreach": True}},
+    }
+    engine = sheer.initialize(model=model, config=config)[0]
+    x = torch.randn(8, 2, 4, 4, generator=torch.Generator().manual_seed(1)).to(dtype)
+    ours, expected = engine(x), hand(x)
+    assert torch.equal(ours, expected)
+    engine.backward(ours.float().square().mean())
+    expected.float().square().mean().backward()
+    engine.step()
+    optimizer.step()
+    assert [p.dtype for p in model.parameters()] == [dtype, dtype, torch.float32, torch.float32, dtype, dtype]
+    torch.testing.assert_close(model[1].weight, hand[1].weight, rtol=0, atol=0)
+    torch.testing.assert_close(model[1].bias, hand[1].bias, rtol=0, atol=0)
+    assert torch.equal(model[1].running_mean, hand[1].running_mean)
