@@ -117,7 +117,7 @@ def test_groups_keep_their_options_and_may_be_empty(stage: int) -> None:
 
     data = batches(4, size=case.global_batch)
     optimizer = grouped(model)
-    options = [group for group in optimizer.param_groups]
+    options = list(optimizer.param_groups)
     engine = sheer.initialize(model=model, optimizer=optimizer, config=case.config())[0]
     engine_run(engine, case, data)
     plain_run(reference, case, data, optimizer=grouped(reference))
