@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-# The CPU build the project is developed with; the package itself only asks for torch>=2.13.
+# The version the project is developed with; the package itself only asks for torch>=2.13. PyPI's build for Linux brings
+# CUDA; for the much smaller one: make demo TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
 TORCH  ?= torch==2.13.0
 STAMP  := $(VENV)/.sheer-setup
 
@@ -11,6 +12,7 @@ STAMP  := $(VENV)/.sheer-setup
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml
+	@echo "Setting up $(VENV); PyTorch is large, so the first time takes a minute or more"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $(TORCH)

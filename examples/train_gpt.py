@@ -41,6 +41,8 @@ def main() -> None:
     engine, _, loader, _ = sheer.initialize(model=model, config=CONFIG, training_data=data)
     if (args.out / "latest").exists():
         engine.load_checkpoint(args.out)
+        if engine.rank == 0:
+            print(f"going on from step {engine.global_steps} in {args.out}; --steps is {args.steps}")
 
     while engine.global_steps < args.steps:
         for batch in loader:
