@@ -4,7 +4,7 @@ Every contender trains the same GPT on the same data in its own process group of
 turns (A B C A B C ...), several steps each, so that a noisy machine disturbs all alike. What is reported is each
 contender's step time as a multiple of the raw loop's in the same round: the median over rounds, and the spread.
 
-    python benchmarks/step.py [--rounds N] [--steps N] [--ranks N] [--model gpt|mlp|conv|small] [--compile] [--write FILE]
+    python benchmarks/step.py --help
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
@@ -75,10 +76,12 @@ def small() -> Workload:
 def conv() -> Workload:
     widths = [3, 32, 64, 128, 256]
     layers: list[nn.Module] = []
-    for before, after in zip(widths, widths[1:], strict=False):
+    for before, after in pairwise(widths):
         layers += [nn.Conv2d(before, after, 3, stride=2, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
     body = nn.Sequential(*layers, nn.Flatten(), nn.Linear(256 * 16, 10))
-    return Workload(WithLoss(body), lambda g: (torch.randn(16, 3, 64, 64, generator=g), torch.randn(16, 10, generator=g)))
+    return Workload(
+        WithLoss(body), lambda g: (torch.randn(16, 3, 64, 64, generator=g), torch.randn(16, 10, generator=g))
+    )
 
 
 WORKLOADS = {"gpt": gpt, "mlp": mlp, "small": small, "conv": conv}
@@ -243,13 +246,18 @@ def run(arguments: argparse.Namespace) -> list[str]:
 
 def _table(arguments: argparse.Namespace, times: dict[str, list[float]], losses: dict[str, list[float]]) -> list[str]:
     base = times["raw loop, no communication"]
-    lines = ["| contender | x raw loop (median) | spread (10-90 %) | ms per step | first losses |", "|---|---|---|---|---|"]
+    lines = [
+        "| contender | x raw loop (median) | spread (10-90 %) | ms per step | first losses |",
+        "|---|---|---|---|---|",
+    ]
     for name, seconds in times.items():
         ratios = sorted(own / raw_time for own, raw_time in zip(seconds, base, strict=True))
         low, high = ratios[len(ratios) // 10], ratios[-1 - len(ratios) // 10]
         milliseconds = statistics.median(seconds) * 1e3
         seen = ", ".join(f"{loss:.5f}" for loss in losses[name])
-        lines.append(f"| {name} | {statistics.median(ratios):.3f} | {low:.3f} - {high:.3f} | {milliseconds:.2f} | {seen} |")
+        lines.append(
+            f"| {name} | {statistics.median(ratios):.3f} | {low:.3f} - {high:.3f} | {milliseconds:.2f} | {seen} |"
+        )
     return lines
 
 
