@@ -40,11 +40,12 @@ class Net(nn.Module):
 
 
 class Listener(Teller):
-    """Keeps what was said."""
+    """Keeps what was warned of (`said`) and what was only told (`told`)."""
 
     def __init__(self) -> None:
         super().__init__(speaks=False)
         self.said: list[str] = []
+        self.told: list[str] = []
 
     def warn_once(self, key: str, message: str) -> None:
         if key not in self._said:
@@ -52,7 +53,7 @@ class Listener(Teller):
         super().warn_once(key, message)
 
     def info(self, message: str) -> None:
-        self.said.append(message)
+        self.told.append(message)
 
 
 class Run(NamedTuple):

@@ -105,4 +105,4 @@ def test_disable_in_kwargs_compiles_nothing_and_says_so() -> None:
     compiler = compiled(model, kwargs={"disable": True})
     assert not compiler.enabled
     assert "_compiled_call_impl" not in model.blocks[0].__dict__
-    assert any("kwargs.disable" in sentence for sentence in compiler._teller.said)
+    assert any("kwargs.disable" in sentence for sentence in compiler._teller.told)

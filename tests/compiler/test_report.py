@@ -49,12 +49,13 @@ def test_a_break_is_kept_with_its_place_and_said_once() -> None:
     (found,) = compiler.report.breaks
     assert found.target == "0"
     first_line = inspect.getsourcelines(Breaking.forward)[1]
-    assert found.place == f"{__file__}:{first_line + 2} in forward"
+    assert str(found.place) == f"{__file__}:{first_line + 2} in forward"
+    assert found.place.code == "torch._dynamo.graph_break()"
     assert found.reason
     assert compiler.report.graphs == 2
     said = compiler._teller.said
     assert len([sentence for sentence in said if "breaks at" in sentence]) == 1
-    assert found.place in str(compiler.report)
+    assert str(found.place) in str(compiler.report)
 
 
 def test_a_python_counter_is_said_once_with_its_guard_and_then_the_limit() -> None:

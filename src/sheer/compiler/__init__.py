@@ -13,28 +13,36 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import nn
 
-from sheer.compiler.backends import Backend, check_backend, check_kwargs, resolve
-from sheer.compiler.forwards import Forwards
-from sheer.compiler.report import Break, Fallback, Recompile, Report
+from sheer.compiler.backends import Backend, CompilerFn, Settings, check_backend, check_kwargs, resolve
+from sheer.compiler.forwards import Forwards, Shared
+from sheer.compiler.outside import Outside, group_of, survey
+from sheer.compiler.page import render
+from sheer.compiler.records import Break, Fallback, Graph, Group, Place, Recompile
+from sheer.compiler.report import AUDIT_EVENT, Report
 from sheer.compiler.slot import Gate, Inputs, Slot
-from sheer.compiler.targets import Scope, choose, find_blocks
-from sheer.errors import UsageError, did_you_mean
+from sheer.compiler.targets import Scope, choose, find_blocks, modules_by_name
+from sheer.errors import ConfigError, UsageError, did_you_mean
 from sheer.observe import Teller
 
 __all__ = [
+    "AUDIT_EVENT",
     "Break",
     "Compiler",
     "Fallback",
     "Gate",
+    "Graph",
+    "Group",
     "Inputs",
+    "Place",
     "Recompile",
     "Report",
     "check_backend",
     "find_blocks",
+    "render",
 ]
 
 _NO_KWARGS: Mapping[str, object] = types.MappingProxyType({})
@@ -65,20 +73,33 @@ class Compiler:
         teller: Teller,
     ) -> None:
         check_kwargs(kwargs)
-        self.targets = choose(module, scope=scope)
-        self.report = Report(self.targets, teller=teller)
-        self._root = weakref.ref(module)
-        self._backend = resolve(backend)
-        self._kwargs = dict(kwargs)
-        self._teller = teller
-        self._forwards = Forwards(backend=self._backend, kwargs=self._kwargs, report=self.report)
-        self._slots: dict[str, Slot] = {}
+        self._root = root = weakref.ref(module)
+        self._settings = Settings(resolve(backend), dict(kwargs))
         self._scope = scope
+        self._teller = teller
+        self._slots: dict[str, Slot] = {}
+        self.report = Report(choose(module, scope=scope), teller=teller, survey=_surveyor(root))
+        self._forwards = Forwards(self._settings, report=self.report)
 
     @property
     def enabled(self) -> bool:
         """Whether compiling is switched on."""
         return self.report.active
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """FQNs of the modules that are compiled; chosen anew whenever compiling is switched on."""
+        return self.report.targets
+
+    @property
+    def backend(self) -> Backend:
+        """What compiles: the name of a torch backend, or a callable."""
+        return self._settings.backend
+
+    @property
+    def kwargs(self) -> dict[str, object]:
+        """A copy of the further arguments of `torch.compile`."""
+        return dict(self._settings.kwargs)
 
     def enable(self) -> None:
         """Compile the targets from their next call on. Nothing happens where it is on already or `kwargs` disable it.
@@ -88,32 +109,79 @@ class Compiler:
         """
         if self.enabled:
             return
-        if self._kwargs.get("disable"):
+        if self._settings.disabled:
             self._teller.info("compile: kwargs.disable is true, so nothing is compiled")
             return
         module = self._module()
-        device = next((p.device for p in module.parameters()), None)
-        check_backend(self._backend, kwargs=self._kwargs, device=device)
-        self._say_whole(module)
+        self._check(self._settings)
+        self.report.targets = choose(module, scope=self._scope)
         self.report.active = True
-        for fqn in self.targets:
-            self._compile(fqn)
+        self.report.groups = self._groups({fqn: self._compile(fqn) for fqn in self.targets})
+        self._say_targets(module)
 
-    def _say_whole(self, module: nn.Module) -> None:
+    def disable(self) -> None:
+        """Run everything eagerly again; nothing compiled is left on the module or in dynamo."""
+        self.report.settle()
+        self.report.active = False
+        for slot in self._slots.values():
+            slot.compile_with(None)
+            slot.settle()
+        self._slots = {fqn: slot for fqn, slot in self._slots.items() if slot.gate is not None}
+        self._forwards.forget()
+
+    def set_backend(self, backend: Backend) -> None:
+        """Compile with another backend, from the next call on; a `compiler_fn` set before is dropped.
+
+        Raises:
+            ConfigError, CompileError: it does not exist or work here; nothing has changed then.
+        """
+        self._change(self._settings._replace(backend=resolve(backend), compiler_fn=None))
+
+    def set_kwargs(self, kwargs: Mapping[str, object]) -> None:
+        """Compile with other arguments of `torch.compile`, from the next call on; `{"disable": True}` switches off.
+
+        Raises:
+            ConfigError: an argument that `torch.compile` does not take; nothing has changed then.
+        """
+        check_kwargs(kwargs)
+        self._change(self._settings._replace(kwargs=dict(kwargs)))
+
+    def set_compiler_fn(self, compiler_fn: CompilerFn | None) -> None:
+        """Compile with `compiler_fn(forward) -> callable` in the place of `torch.compile`; None: with that again.
+
+        `forward` is a private copy of a target's forward and takes the module as its first argument. The backend and
+        its arguments are then `compiler_fn`'s own business. Graphs are counted as far as dynamo makes them.
+        """
+        if compiler_fn is not None and not callable(compiler_fn):
+            raise ConfigError(f"compiler_fn is {compiler_fn!r}; it must be callable, or None for torch.compile")
+        self._change(self._settings._replace(compiler_fn=compiler_fn))
+
+    def _change(self, settings: Settings) -> None:
+        """Use `settings` from now on: where compiling is on, what was compiled is dropped and made anew when called."""
+        was_on = self.enabled
+        if was_on:
+            self._check(settings)
+            self.disable()
+        self._settings = settings
+        self._forwards = Forwards(settings, report=self.report)
+        if was_on:
+            self.enable()
+
+    def _check(self, settings: Settings) -> None:
+        if settings.compiler_fn is None and not settings.disabled:
+            device = next((p.device for p in self._module().parameters()), None)
+            check_backend(settings.backend, kwargs=settings.kwargs, device=device)
+
+    def _say_targets(self, module: nn.Module) -> None:
         if self.targets == ("",):
             why = "" if self._scope == "module" else ", which has no repeated blocks,"
             self._teller.info(
                 f"compile: {type(module).__name__}{why} is compiled whole; its gradients are all ready at the end of"
                 " its backward, so reducing them does not overlap it"
             )
-
-    def disable(self) -> None:
-        """Run everything eagerly again; nothing compiled is left on the module or in dynamo."""
-        self.report.active = False
-        for slot in self._slots.values():
-            slot.compile_with(None)
-            slot.settle()
-        self._forwards.forget()
+        elif self._scope == "auto":
+            found = "; ".join(f"{len(g.targets)} x {g.kind} ({_ends(g.targets)})" for g in self.report.groups)
+            self._teller.info(f"compile: the repeated blocks of {type(module).__name__} are compiled: {found}")
 
     def set_gate(self, fqn: str, gate: Gate | None) -> None:
         """Run `gate` around every call of the module named `fqn`, compiled or not; None takes it away.
@@ -134,44 +202,54 @@ class Compiler:
         slot.settle()
 
     def review(self) -> None:
-        """Note what cannot be seen from inside a call: a target that the user compiled, or that was never called.
+        """Note what cannot be seen from inside a call: a target that the user compiled or replaced, or never called.
 
         Cheap; for the end of a step.
         """
         if not self.enabled:
             return
+        self.report.settle()
+        module = self._module()
         for slot in self._slots.values():
             if slot.forward is None:
                 continue
-            if slot.holder is not slot:
-                self._note_foreign(slot.fqn)
+            if _named(module, slot.fqn) is not slot.alive:
+                self._note(slot.fqn, "another module has taken its place since compiling was switched on", _ENABLE_ANEW)
+            elif slot.holder is not slot:
+                self._note(slot.fqn, "it is compiled by the user's own module.compile()", _DROP_ONE)
             elif not slot.called:
-                mend = " Only module(...) is compiled; module.forward(...) and a __call__ without super() are not."
-                self.report.add_fallback(slot.fqn, reason="it was not called through module(...)", mend=mend)
+                self._note(slot.fqn, "it was not called through module(...)", _ONLY_CALLS)
 
-    def _compile(self, fqn: str) -> None:
-        """Put the compiled forward of one target in its place, or note why it has none."""
+    def _compile(self, fqn: str) -> Shared | None:
+        """Put the compiled forward of one target in its place and give it, or note why it has none."""
         slot = self._slot(fqn)
         if slot.holder is not None and slot.holder is not slot:
-            self._note_foreign(fqn)
-            return
+            self._note(fqn, "it is compiled by the user's own module.compile()", _DROP_ONE)
+            return None
         shared = self._forwards.share(slot.module)
         if shared is None:
             reason = f"the forward of {type(slot.module).__name__} is no Python function that can be compiled"
-            self.report.add_fallback(fqn, reason=reason, mend=" (It may be compiled, scripted or disabled already.)")
-            return
+            self._note(fqn, reason, "It may be compiled, scripted or disabled already.")
+            return None
         slot.compile_with(shared)
         slot.settle()
+        return shared
 
-    def _note_foreign(self, fqn: str) -> None:
-        mend = " Drop one of the two: m.compile(), or this target in compile.scope."
-        self.report.add_fallback(fqn, reason="it is compiled by the user's own module.compile()", mend=mend)
+    def _note(self, fqn: str, reason: str, mend: str) -> None:
+        self.report.add_fallback(fqn, reason=reason, mend=mend)
+
+    def _groups(self, compiled: Mapping[str, Shared | None]) -> tuple[Group, ...]:
+        """The targets by what they share; those that cannot be compiled by their class."""
+        names: dict[Shared | type[nn.Module], list[str]] = {}
+        for fqn, shared in compiled.items():
+            names.setdefault(shared or type(self._slot(fqn).module), []).append(fqn)
+        return tuple(group_of(self._slot(fqns[0]).module, tuple(fqns)) for fqns in names.values())
 
     def _slot(self, fqn: str) -> Slot:
         """The slot for the module named `fqn`, made when first asked for."""
         found = self._slots.get(fqn)
         if found is None:
-            modules = dict(self._module().named_modules())
+            modules = modules_by_name(self._module())
             if fqn not in modules:
                 raise UsageError(f"there is no module {fqn!r}.{did_you_mean(fqn, modules)}")
             found = self._slots[fqn] = Slot(modules[fqn], fqn=fqn, report=self.report)
@@ -182,3 +260,31 @@ class Compiler:
         if module is None:
             raise UsageError("the module to compile no longer exists")
         return module
+
+
+_ENABLE_ANEW = "Switch compiling off and on again: engine.uncompile(), engine.compile()."
+_DROP_ONE = "Drop one of the two: m.compile(), or this target in compile.scope."
+_ONLY_CALLS = "Only module(...) is compiled; module.forward(...) and a __call__ without super() are not."
+
+
+def _surveyor(root: weakref.ref[nn.Module]) -> Callable[[tuple[str, ...]], Outside | None]:
+    """What the report asks for what is outside, without holding the module."""
+
+    def look(targets: tuple[str, ...]) -> Outside | None:
+        module = root()
+        return None if module is None else survey(module, targets)
+
+    return look
+
+
+def _named(module: nn.Module, fqn: str) -> nn.Module | None:
+    """The module of that name now, or None."""
+    found: nn.Module | None = module
+    for part in fqn.split(".") if fqn else ():
+        found = None if found is None else found._modules.get(part)
+    return found
+
+
+def _ends(targets: tuple[str, ...]) -> str:
+    """The first and the last name."""
+    return targets[0] if len(targets) == 1 else f"{targets[0]} ... {targets[-1]}"

@@ -6,7 +6,7 @@ import importlib
 import inspect
 import types
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._C._dynamo.eval_frame import reset_code
@@ -14,9 +14,26 @@ from torch._C._dynamo.eval_frame import reset_code
 from sheer.errors import CompileError, ConfigError, did_you_mean
 
 Backend = str | Callable[..., Any]
+CompilerFn = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 # What `torch.compile` takes beside these is the user's to set; these are given by other keys or by us.
 _NOT_KWARGS = {"model", "backend", "isolate_recompiles"}
+
+
+class Settings(NamedTuple):
+    """How forwards are compiled."""
+
+    backend: Backend
+    """As `resolve` gives it."""
+    kwargs: Mapping[str, object]
+    """For `torch.compile`."""
+    compiler_fn: CompilerFn | None = None
+    """In the place of `torch.compile`, from a forward (the module is its first argument) to what is called instead."""
+
+    @property
+    def disabled(self) -> bool:
+        """Whether `kwargs` say that nothing is to be compiled."""
+        return bool(self.kwargs.get("disable"))
 
 
 def resolve(backend: Backend) -> Backend:
@@ -76,6 +93,23 @@ def check_backend(
         raise CompileError(_why(found, error)) from error
     finally:
         reset_code(probe.__code__)
+
+
+def compile_function(function: Callable[..., Any], settings: Settings) -> Callable[..., Any]:
+    """`function`, compiled as `settings` say.
+
+    Raises:
+        CompileError: `compiler_fn` gave nothing that can be called.
+    """
+    if settings.compiler_fn is None:
+        return torch_compile(function, backend=settings.backend, kwargs=settings.kwargs)
+    compiled = settings.compiler_fn(function)
+    if not callable(compiled):
+        raise CompileError(
+            f"compiler_fn gave {compiled!r}, which cannot be called; it takes a forward function and gives what to call"
+            " in its place, such as `lambda forward: torch.compile(forward)`"
+        )
+    return compiled
 
 
 def torch_compile(

@@ -9,15 +9,16 @@ grad mode, so that twelve equal blocks compile once and inference never disturbs
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import nn
 from torch._C._dynamo.eval_frame import reset_code
 
-from sheer.compiler.backends import Backend, torch_compile
-from sheer.compiler.report import Records, Report
+from sheer.compiler.backends import Settings, compile_function
+from sheer.compiler.records import Mark, Records
+from sheer.compiler.report import Report
 from sheer.errors import CompileError
 
 
@@ -39,14 +40,13 @@ def forward_function(module: nn.Module) -> types.FunctionType | None:
 class Copy:
     """One private copy, compiled."""
 
-    def __init__(
-        self, function: types.FunctionType, *, backend: Backend, kwargs: Mapping[str, object], report: Report
-    ) -> None:
+    def __init__(self, function: types.FunctionType, *, settings: Settings, training: bool, report: Report) -> None:
         from torch._dynamo.exc import BackendCompilerFailed
 
         own = _private(function)
         self._code = own.__code__
-        self._compiled = torch_compile(own, backend=backend, kwargs=kwargs)
+        self._compiled = compile_function(own, settings)
+        self._training = training
         self._backend_failed = BackendCompilerFailed
         self._records = Records()
         self._report = report
@@ -64,12 +64,15 @@ class Copy:
                 ' "enabled": false.'
             ) from error
         finally:
-            graphs = self._report.read(target, mark=mark, records=self._records) if self._records.moved(mark) else 0
+            graphs = self._read(target, mark) if self._records.moved(mark) else 0
         if self._fresh:
             self._fresh = False
             if not graphs and not self._report.fell_back(target):
                 self._report.add_fallback(target, reason=f"torch compiled nothing of {type(module).__name__}.forward")
         return output
+
+    def _read(self, target: str, mark: Mark) -> int:
+        return self._report.read(target, mark=mark, records=self._records, training=self._training)
 
     def forget(self) -> None:
         """Drop graphs and guards."""
@@ -79,7 +82,7 @@ class Copy:
 class Shared:
     """The forward of targets that are alike: a copy for training and one for inference, made when first called."""
 
-    def __init__(self, function: types.FunctionType, *, make: Callable[[types.FunctionType], Copy]) -> None:
+    def __init__(self, function: types.FunctionType, *, make: Callable[[types.FunctionType, bool], Copy]) -> None:
         self.function = function
         self._make = make
         self._copies: dict[bool, Copy] = {}
@@ -89,7 +92,7 @@ class Shared:
         grad = torch.is_grad_enabled()
         found = self._copies.get(grad)
         if found is None:
-            found = self._copies[grad] = self._make(self.function)
+            found = self._copies[grad] = self._make(self.function, grad)
         return found
 
     def forget(self) -> None:
@@ -102,9 +105,8 @@ class Shared:
 class Forwards:
     """All forwards one `Compiler` has compiled."""
 
-    def __init__(self, *, backend: Backend, kwargs: Mapping[str, object], report: Report) -> None:
-        self._backend = backend
-        self._kwargs = kwargs
+    def __init__(self, settings: Settings, *, report: Report) -> None:
+        self._settings = settings
         self._report = report
         self._shared: dict[Hashable, Shared] = {}
 
@@ -121,8 +123,8 @@ class Forwards:
             shared.forget()
         self._shared.clear()
 
-    def _copy(self, function: types.FunctionType) -> Copy:
-        return Copy(function, backend=self._backend, kwargs=self._kwargs, report=self._report)
+    def _copy(self, function: types.FunctionType, training: bool) -> Copy:
+        return Copy(function, settings=self._settings, training=training, report=self._report)
 
 
 def _private(function: types.FunctionType) -> types.FunctionType:

@@ -114,6 +114,11 @@ class Slot:
         return module
 
     @property
+    def alive(self) -> nn.Module | None:
+        """The module, or None where it is gone."""
+        return self._module()
+
+    @property
     def holder(self) -> object:
         """What stands in the module's slot now: this object, nothing (None), or what somebody else put there."""
         module = self._module()

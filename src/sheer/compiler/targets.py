@@ -58,7 +58,17 @@ def choose(module: nn.Module, *, scope: Scope) -> tuple[str, ...]:
     wanted = {fqn for pattern in scope for fqn in _matches(module, pattern)}
     if not wanted:
         raise ConfigError("compile.scope is an empty list; name at least one class or FQN glob, or use 'auto'")
-    return tuple(fqn for fqn, _ in module.named_modules() if fqn in wanted and not _lies_inside(fqn, wanted))
+    # A module at two places counts as inside others only where both places are: it is called at each.
+    outer: dict[int, str] = {}
+    for fqn, found in modules_by_name(module).items():
+        if fqn in wanted and not _lies_inside(fqn, wanted):
+            outer.setdefault(id(found), fqn)
+    return tuple(outer.values())
+
+
+def modules_by_name(module: nn.Module) -> dict[str, nn.Module]:
+    """All modules, each under all of its names."""
+    return dict(module.named_modules(remove_duplicate=False))
 
 
 def _repeated_classes(children: list[tuple[str, nn.Module]]) -> set[type[nn.Module]]:
@@ -78,7 +88,7 @@ def _matches(module: nn.Module, pattern: str) -> list[str]:
     """FQNs of the callable modules whose class is called `pattern`, or whose FQN it matches as a glob."""
     hits = [
         (fqn, found)
-        for fqn, found in module.named_modules()
+        for fqn, found in modules_by_name(module).items()
         if type(found).__name__ == pattern or fnmatchcase(fqn, pattern)
     ]
     callable_hits = [fqn for fqn, found in hits if type(found).forward is not _NOT_CALLABLE]
@@ -89,7 +99,7 @@ def _matches(module: nn.Module, pattern: str) -> list[str]:
             f"compile.scope: {pattern!r} only matches {hits[0][0]!r}, a {type(hits[0][1]).__name__}, which has no"
             f" forward to compile; name its children, for example {hits[0][0] + '.*'!r}"
         )
-    known = {type(found).__name__ for found in module.modules()} | {fqn for fqn, _ in module.named_modules() if fqn}
+    known = {type(found).__name__ for found in module.modules()} | {fqn for fqn in modules_by_name(module) if fqn}
     raise ConfigError(
         f"compile.scope: {pattern!r} matches no class name and no module name of {type(module).__name__}."
         f"{did_you_mean(pattern, sorted(known))}"
