@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from sheer.errors import DataError, UsageError
 from sheer.observe import Teller
@@ -61,13 +61,19 @@ class Feed(NamedTuple):
         """
         loader: DataLoader[Any] = DataLoader(
             self.dataset,
-            collate_fn=self.collate_fn,
+            collate_fn=self.collate_fn or collate,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
             generator=torch.Generator().manual_seed(seed),
             **order,
         )
         return iter(loader)
+
+
+def collate(samples: list[Any]) -> Any:
+    """torch's default, but that samples which are tuples give a tuple, which is passed as positional arguments."""
+    batch = default_collate(samples)
+    return tuple(batch) if isinstance(samples[0], tuple) and isinstance(batch, list) else batch
 
 
 class _Source(Protocol):

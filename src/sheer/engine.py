@@ -377,6 +377,7 @@ class Engine(DeepSpeedNames):
             )
         scale = 1.0 if self._scale is None else self._scale.scale
         stats = statistics.gather(self._runtime, self._losses, micro_batches)
+        self._require_gradients(stats.unused)
         norm = stats.square_sum.sqrt() / scale
         lrs = tuple(float(group["lr"]) for group in optimizer.base.param_groups)
         skipped = self._checks_finite and not math.isfinite(norm.item())
@@ -399,6 +400,15 @@ class Engine(DeepSpeedNames):
         if not skipped and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         return result
+
+    def _require_gradients(self, unused: frozenset[str]) -> None:
+        """Every rank knows what no rank used, so all refuse together a step that would only move the counters."""
+        if len(unused) == sum(len(grad.flat.params) for grad in self._runtime.grads):
+            self._forget()
+            raise UsageError(
+                "step without gradients: no parameter has one on any rank. Call engine.backward(loss) before step, and "
+                "let the loss depend on parameters that require grad and are in an optimizer group."
+            )
 
     @property
     def _checks_finite(self) -> bool:

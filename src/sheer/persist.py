@@ -396,6 +396,5 @@ def _tell(parts: SavedParts, opened: _Opened, changed: list[str], wish: Wish) ->
         parts.teller.warn("load_checkpoint: the checkpoint has no optimizer state; the optimizer starts afresh")
     world, size = opened.index.content.world, parts.plan.runtime.axis.size
     if wish.run and world < size:
-        parts.teller.warn(
-            f"load_checkpoint: {world} ranks saved it, so ranks {world} to {size - 1} keep their own random state"
-        )
+        who = f"rank {world} keeps its" if size == world + 1 else f"ranks {world} to {size - 1} keep their"
+        parts.teller.warn(f"load_checkpoint: it was saved by fewer ranks ({world}), so {who} own random state")

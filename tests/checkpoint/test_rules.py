@@ -160,12 +160,12 @@ def test_what_is_not_there_is_said_with_what_is(tmp_path: Path) -> None:
     assert find(tmp_path / "nowhere") is None
     with pytest.raises(CheckpointError, match="there is no directory"):
         open_checkpoint(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="no checkpoints"):
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
         open_checkpoint(tmp_path)
     save_alone(tmp_path, tag="global_step100", save_latest=False)
     assert find(tmp_path) is None
     assert find(tmp_path, "global_step10") is None
-    with pytest.raises(CheckpointError, match=r"no file `latest`, so pass `tag`.*'global_step100'"):
+    with pytest.raises(CheckpointError, match=r"no file `latest`, so name one by `tag`.*'global_step100'"):
         open_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match=r"no checkpoint 'global_step10'. Did you mean 'global_step100'\?"):
         open_checkpoint(tmp_path, "global_step10")

@@ -131,3 +131,27 @@ def test_what_the_engine_lacks_is_the_modules() -> None:
     with pytest.raises(AttributeError, match=r"neither the engine nor its module \(Odd\) has an attribute 'nope'"):
         engine.nope  # noqa: B018
     assert not isinstance(engine, nn.Module)
+
+
+@pytest.mark.world_size(1, 2)
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_step_without_gradients_is_refused_and_nothing_moves(stage: int) -> None:
+    config = {**CONFIG, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": stage}}
+    engine = sheer.initialize(model=odd(), config=config)[0]
+    lr = engine.get_lr()
+    with pytest.raises(UsageError, match=r"step without gradients: no parameter has one on any rank"):
+        engine.step()
+    assert (engine.global_steps, engine.micro_steps, engine.get_lr()) == (0, 0, lr)
+    engine.backward(engine(batches(1, size=2)[0]))
+    assert engine.step().step == 1
+
+
+def test_train_batch_passes_what_a_tuple_data_set_gives() -> None:
+    class Two(nn.Linear):
+        def forward(self, x, y):
+            return (super().forward(x) - y).square().mean()
+
+    data = torch.utils.data.TensorDataset(torch.randn(8, 3), torch.randn(8, 1))
+    engine = sheer.initialize(model=Two(3, 1), config=CONFIG, training_data=data)[0]
+    assert engine.train_batch().dim() == 0
+    assert isinstance(next(iter(engine.training_dataloader)), tuple)

@@ -96,7 +96,9 @@ def locate(root: str | os.PathLike[str], tag: str | None = None) -> Path:
     if not Path(root).is_dir():
         raise CheckpointError(f"there is no directory {root}, so no checkpoint in it.")
     if tag is None:
-        raise CheckpointError(f"{root} has no file `latest`, so pass `tag`: {_known(root)}")
+        if not list_tags(root):
+            raise CheckpointError(f"{root} holds no checkpoint.")
+        raise CheckpointError(f"{root} has no file `latest`, so name one by `tag` (--tag). {_known(root)}")
     near = did_you_mean(tag, list_tags(root))
     raise CheckpointError(f"{root} has no checkpoint {tag!r}.{near} {_known(root)}")
 

@@ -60,5 +60,5 @@ def _import(module: str, *, section: str, package: str) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"{section}.enabled=True needs the package {package!r}, which cannot be imported ({error}). Install it "
-            f"with pip install 'sheer[{package}]', or set {section}.enabled to false."
+            f"with pip install {package}, or set {section}.enabled to false."
         ) from error

@@ -94,16 +94,17 @@ def _find(type_name: str) -> type[Optimizer]:
         return cls
     known = _known()
     by_folded = {name.lower(): name for name in known}
+    usable = ", ".join(sorted(known.keys() - _CANNOT_WORK))
     folded = type_name.lower().replace("_", "")
     if folded in _NOT_BUILT:
         raise ConfigError(
             f"optimizer.type={type_name!r} is DeepSpeed's, and not available here: {_NOT_BUILT[folded]}. Available are "
-            f"{', '.join(sorted(known))}, or an import path 'package.module.Name'."
+            f"{usable}, or an import path 'package.module.Name'."
         )
     if folded not in by_folded:
         raise ConfigError(
-            f"optimizer.type={type_name!r} is not known. Allowed are {', '.join(sorted(known))}, or an import path "
-            f"'package.module.Name'.{did_you_mean(type_name, known)}"
+            f"optimizer.type={type_name!r} is not known. Allowed are {usable}, or an import path 'package.module.Name'."
+            f"{did_you_mean(type_name, known)}"
         )
     name = by_folded[folded]
     _refuse(name, type_name)
