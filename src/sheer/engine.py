@@ -19,6 +19,7 @@ from torch.utils import _pytree
 from sheer import feeding, persist, planning, statistics
 from sheer.comm import Axis
 from sheer.compiler import Compiler
+from sheer.compiling import CompileVerbs
 from sheer.config import BatchSizes, Config
 from sheer.data import ResumableLoader
 from sheer.errors import UsageError
@@ -54,7 +55,7 @@ class Parts(NamedTuple):
 
 
 @final
-class Engine(DeepSpeedNames):
+class Engine(CompileVerbs, DeepSpeedNames):
     """Trains `module`, which stays the user's object. Built by `sheer.initialize`.
 
     All ranks make the same calls in the same order: `engine(...)`, `backward`, `step`, saves and loads are collective

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from sheer.comm import Axis
     from sheer.comm import Counters as Traffic
-    from sheer.compiler import Compiler, Report
     from sheer.config import BatchSizes, Config
     from sheer.layout import Layout
     from sheer.observe import StepResult
@@ -39,7 +38,6 @@ class DeepSpeedNames(ABC):
     _params: Mapping[str, torch.nn.Parameter]
     _plan: Plan
     _runtime: ZeroRuntime
-    _compiler: Compiler
     counters: Counters
 
     # --- batch ---
@@ -87,11 +85,6 @@ class DeepSpeedNames(ABC):
         return self.counters.skipped_steps
 
     # --- plan and traffic ---
-
-    @property
-    def compile_report(self) -> Report:
-        """What was compiled, and what was not and why."""
-        return self._compiler.report
 
     @property
     def layout(self) -> Layout:
