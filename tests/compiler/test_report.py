@@ -160,3 +160,88 @@ def test_the_report_reads_as_text() -> None:
     assert "'blocks.0', 'blocks.1'" in text
     compiler.disable()
     assert str(compiler.report).startswith("compile: off")
+
+
+class Twisted(Block):
+    """An if on a tensor's value, twice, so that what goes on after a break breaks again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(x)
+        if y.sum() > 1e9:
+            return x
+        print("", end="")
+        return self.down(y)
+
+
+def test_breaks_say_the_users_function_its_line_and_a_mend() -> None:
+    model = nn.Sequential(Twisted(), Twisted())
+    compiler = compiled(model)
+    model(torch.randn(2, 8, requires_grad=True))
+    branch, printed = compiler.report.breaks
+    assert branch.place.function == printed.place.function == "forward"
+    assert branch.place.code == "if y.sum() > 1e9:"
+    assert "value of a tensor" in branch.reason
+    assert "torch.where" in branch.hints[0]
+    assert "print" in printed.hints[0]
+    assert not any("report an issue" in hint for hint in printed.hints)
+    assert [graph.resumed for graph in compiler.report.compiled] == [False, True]
+
+
+def test_each_graph_says_what_it_is_for() -> None:
+    model = net()
+    compiler = compiled(model)
+    run(model, tokens())
+    with torch.no_grad():
+        model(tokens())
+    assert [graph.mode for graph in compiler.report.compiled] == ["training", "inference"]
+    assert {graph.target for graph in compiler.report.compiled} == {"blocks.0"}
+    assert all(graph.operations >= 5 and graph.seconds > 0 for graph in compiler.report.compiled)
+    assert compiler.report.cache_hits == compiler.report.cache_misses == 0
+    (group,) = compiler.report.groups
+    assert (group.kind, group.targets) == ("Block", ("blocks.0", "blocks.1", "blocks.2"))
+
+
+def test_a_counter_storm_is_mended_by_its_own_guard_not_by_the_last_one() -> None:
+    model = nn.Sequential(Counting(), Counting())
+    compiler = compiled(model)
+    for batch in (2, 2, 2, 4, 4):
+        model(torch.randn(batch, 8, requires_grad=True))
+    (storm,) = [sentence for sentence in compiler._teller.said if "keeps recompiling" in sentence]
+    assert "self.calls ==" in storm
+    assert "register_buffer" in storm
+
+
+def test_the_count_of_calls_kept_in_a_tensor_is_the_mend() -> None:
+    class Mended(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return super().forward(x) * self.calls
+
+    model = nn.Sequential(Mended(), Mended())
+    compiler = compiled(model)
+    x = torch.randn(2, 8, requires_grad=True)
+    for _ in range(5):
+        model(x)
+    assert model[0].calls == 5
+    assert compiler.report.graphs == 1
+    assert compiler.report.recompiles == []
+
+
+def test_alternating_training_and_evaluation_never_recompiles_after_the_second_step() -> None:
+    model = net(depth=12, dropout=0.1)
+    compiler = compiled(model)
+    counts = []
+    for _ in range(5):
+        model.train()
+        run(model, tokens())
+        model.eval()
+        run(model, tokens())  # with gradients
+        with torch.no_grad():
+            model(tokens())
+        counts.append((compiler.report.graphs, len(compiler.report.recompiles)))
+    assert counts[1:] == counts[:1] * 4
+    assert counts[0][0] <= 3

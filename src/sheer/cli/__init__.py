@@ -11,7 +11,12 @@ from collections.abc import Sequence
 from sheer.errors import SheerError
 
 # Name of the sub-command -> the module that registers it.
-COMMANDS = {"demo": "sheer.cli.demo", "config": "sheer.cli.config", "ckpt": "sheer.cli.ckpt"}
+COMMANDS = {
+    "demo": "sheer.cli.demo",
+    "config": "sheer.cli.config",
+    "ckpt": "sheer.cli.ckpt",
+    "compile-report": "sheer.cli.compile_report",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

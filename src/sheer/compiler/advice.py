@@ -40,7 +40,7 @@ class Guard(NamedTuple):
 _SIZES = "One more graph, for all sizes, is normal and the last. Where it goes on: pad to few sizes, or set"
 _NO_CACHE = "Set use_cache=False in the model's config (or in the call) for training; generate() may turn it on again."
 
-# Tried in this order on the condition, or where that says nothing, on the whole guard. {0}, {1}... are the groups.
+# Tried in this order on the condition: a pattern, its sentence ({0}, {1}... are the pattern's groups), the mend.
 _KNOWN: Sequence[tuple[str, str, str]] = (
     # A key-value cache of transformers is an argument with Python state, one layer's after the other's.
     (
@@ -51,47 +51,47 @@ _KNOWN: Sequence[tuple[str, str, str]] = (
     (r"\.layer_idx (?:==|!=) \d+", "Each layer reads its own number, to find its part of a key-value cache", _NO_CACHE),
     (
         r"tensor '(.+)' size mismatch at index (\d+)\. expected (\d+), actual (\d+)",
-        "The size of {0} at dimension {1} was {2} and is now {3}",
+        "The size of `{0}` at dimension {1} was {2} and is now {3}",
         f'{_SIZES} "kwargs": {{"dynamic": true}}.',
     ),
     (
         r"\b2 <= (.+?)\.size\(\)\[(\d+)\]",
-        "The size of {0} at dimension {1} is now 1 (or 0), which torch always compiles on its own",
+        "The size of `{0}` at dimension {1} is now 1 (or 0), which torch always compiles on its own",
         "One more graph is normal. Drop or pad batches of one to be rid of it.",
     ),
     (
         r"\.size\(\)\[\d+\]",
-        "A condition on sizes no longer holds: {condition}",
-        'Where every size has such a condition, pad to few sizes, or set "kwargs": {{"dynamic": false}}.',
+        "A condition on sizes no longer holds: `{condition}`",
+        'Where every size has such a condition, pad to few sizes, or set "kwargs": {"dynamic": false}.',
     ),
     (
         r"tensor '(.+)' stride mismatch",
-        "{0} lies in memory in another order (a transposed or sliced view)",
+        "`{0}` lies in memory in another order (a transposed or sliced view)",
         "Call .contiguous() on it before the module.",
     ),
     (
         r"tensor '(.*_parameters\[.+)' requires_grad mismatch",
-        "The parameter {0} was frozen or unfrozen",
+        "The parameter `{0}` was frozen or unfrozen",
         "Two graphs, one for each, are normal.",
     ),
     (
         r"tensor '(.+)' requires_grad mismatch",
-        "{0} needs a gradient in some calls and in others not (the first block often gets one that does not)",
+        "`{0}` needs a gradient in some calls and in others not (the first block often gets one that does not)",
         "Two graphs, one for each, are normal.",
     ),
     (
         r"tensor '(.+)' dtype mismatch\. expected (\w+), actual (\w+)",
-        "{0} was {1} and is now {2}",
+        "`{0}` was {1} and is now {2}",
         "Cast it before the module, or use the engine's precision for all of the model.",
     ),
     (
         r"tensor '(.+)' rank mismatch\. expected (\d+), actual (\d+)",
-        "{0} had {1} dimensions and now has {2}",
+        "`{0}` had {1} dimensions and now has {2}",
         "Give it in one form.",
     ),
     (
         r"tensor '(.+)' dispatch key set mismatch",
-        "{0} is another kind of tensor (an inference tensor, or on another device)",
+        "`{0}` is another kind of tensor (an inference tensor, or on another device)",
         "Use torch.no_grad() in place of torch.inference_mode(), or one of them throughout.",
     ),
     (
@@ -106,7 +106,7 @@ _KNOWN: Sequence[tuple[str, str, str]] = (
     ),
     (
         r"GLOBAL_STATE changed: (\w+)",
-        "A global setting of torch changed: {0}",
+        "A global setting of torch changed: `{0}`",
         "Set it once, before training.",
     ),
     (
@@ -120,29 +120,29 @@ _KNOWN: Sequence[tuple[str, str, str]] = (
         "Do so before training, or on all blocks alike; one more graph after it is normal.",
     ),
     (
-        r"^len\((.+)\) (?:==|!=) (\d+)|^not (.+)$",
-        "{0} had {1} entries and now has another number of them",
+        r"^len\((.+)\) (?:==|!=) (\d+)$",
+        "`{0}` had {1} entries and now has another number of them",
         "Give the same arguments in every call: pass None or an empty value by name rather than leaving it out.",
     ),
     (
         r"^(\w+)\.(?!_modules)([\w.\[\]']+) (?:==|!=) ([-\d.]+|True|False|'.*')$",
-        "The attribute {1} was {2} and is now another value; a Python value of a module is a constant to the compiler",
+        "The attribute `{1}` was {2} and now has another value; a module's Python value is a constant to the compiler",
         "Keep it in a tensor (register_buffer), or change it outside forward and seldom.",
     ),
     (
         r"^(.*_modules\[.+\])\.(\w+) (?:==|!=) ([-\d.]+|True|False|'.*')$",
-        "The attribute {1} of {0} was {2} and is not the same in all blocks or calls",
+        "The attribute `{1}` of `{0}` was {2} and is not the same in all blocks or calls",
         "A Python value of a module is a constant to the compiler: keep it in a tensor (register_buffer), or make it"
         " the same in all blocks.",
     ),
     (
         r"^(.+) (?:==|!=) ([-\d.]+|True|False|'.*')$",
-        "The argument {0} was {1} and is now another value; a Python value is a constant to the compiler",
+        "The argument `{0}` was {1} and is now another value; a Python value is a constant to the compiler",
         "Pass a tensor, or the same value every time.",
     ),
     (
-        r"(?:___check_type_id|___check_obj_id)\((.+?),|expected type of '(.+?)'|^(.+) is (?:not )?None",
-        "{0} is another object or of another type than before",
+        r"___check_(?:type|obj)_id\((.+?),|expected type of '(.+?)'|^(.+) is (?:not )?None|^(?:not )?(\w+)$",
+        "`{0}` is another object or of another type than before",
         "Give the same kind of argument in every call.",
     ),
 )
@@ -155,7 +155,7 @@ def explain(text: str) -> Advice:
         found = re.search(pattern, guard.condition)
         if found:
             groups = [_plain(group) for group in found.groups() if group is not None]
-            return Advice(words.format(*groups, condition=guard.condition) + ".", mend.format())
+            return Advice(words.format(*groups, condition=guard.condition) + ".", mend)
     return Advice("", "")
 
 

@@ -47,14 +47,13 @@ def _part(report: Report, number: int | None) -> str:
 
 def _summary(report: Report) -> str:
     tiles = [
-        ("state", "on" if report.active else "off", ""),
         ("targets", str(len(report.targets)), ""),
         ("graphs", str(report.graphs), "good" if report.graphs else "bad"),
         ("breaks", str(len(report.breaks)), "warn" if report.breaks else "good"),
         ("recompiles", str(len(report.recompiles)), "warn" if len(report.recompiles) > len(report.groups) else "good"),
         ("eager", str(len({f.target for f in report.fallbacks})), "bad" if report.fallbacks else "good"),
         ("seconds", f"{report.seconds:.1f}", ""),
-        ("cache", _cache(report.cache_hits, report.cache_misses), ""),
+        ("from the cache", _cache(report.cache_hits, report.cache_misses), ""),
     ]
     cells = "".join(
         f'<div class="tile {tone}"><b>{escape(value)}</b><span>{name}</span></div>' for name, value, tone in tiles
@@ -126,7 +125,7 @@ def _breaks(breaks: list[Break]) -> str:
     if not breaks:
         return ""
     items = [
-        f"<li><p>{escape(found.reason)}. Around it Python runs between two graphs.</p>"
+        f"<li><p>{_sentence(found.reason)} Python runs here, between two graphs.</p>"
         f'<p class="where">{_place(found.place)}</p>{_source(found.place)}{_mends(*found.hints)}</li>'
         for found in breaks
     ]
@@ -148,7 +147,7 @@ def _recompile(alike: list[Recompile]) -> str:
     words, mend = alike[0].advice
     guard = Guard.of(alike[0].guard)
     times = f" <i>{len(alike)} times</i>" if len(alike) > 1 else ""
-    head = f"<p>{escape(words) or 'A guard failed'}{times}</p>"
+    head = f"<p>{_sentence(words or 'a guard failed')}{times}</p>"
     source = f'<p class="where">{escape(guard.place)}</p><pre>{escape(guard.code)}</pre>' if guard.code else ""
     conditions = Counter(Guard.of(found.guard).condition for found in alike)
     lines = "".join(f"<li>{_code(text)}{f' × {count}' * (count > 1)}</li>" for text, count in conditions.items())
@@ -166,7 +165,7 @@ def _fallbacks(fallbacks: list[Fallback]) -> str:
     for found in fallbacks:
         by_reason.setdefault((found.reason, found.mend), []).append(found.target)
     items = [
-        f"<li><p>{escape(_sentence(reason))}</p>{_names(tuple(targets))}{_mends(mend)}</li>"
+        f"<li><p>{_sentence(reason)}</p>{_names(tuple(targets))}{_mends(mend)}</li>"
         for (reason, mend), targets in by_reason.items()
     ]
     return f"<h4>Runs eagerly</h4><ul>{''.join(items)}</ul>"
@@ -228,11 +227,17 @@ def _source(place: Place) -> str:
 
 
 def _mends(*mends: str) -> str:
-    return "".join(f'<p class="mend">{escape(mend)}</p>' for mend in mends if mend)
+    return "".join(f'<p class="mend">{_prose(mend)}</p>' for mend in mends if mend)
+
+
+def _prose(text: str) -> str:
+    """Text in which `this` is code."""
+    parts = text.split("`")
+    return "".join(f"<code>{escape(part)}</code>" if i % 2 else escape(part) for i, part in enumerate(parts))
 
 
 def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:].rstrip('.')}."
+    return _prose(f"{text[:1].upper()}{text[1:].rstrip('.')}.")
 
 
 def _place(place: Place | None) -> str:
@@ -296,5 +301,5 @@ table { border-collapse: collapse; width: 100%; font-size: .9rem; }
 th { text-align: left; color: var(--dim); font-weight: 500; white-space: nowrap; }
 th, td { padding: .35rem .9rem .35rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 tr:last-child td { border-bottom: 0; } .number { text-align: right; font-variant-numeric: tabular-nums; }
-td { overflow-wrap: anywhere; }
+td { min-width: 6rem; } td code { white-space: nowrap; overflow-wrap: normal; }
 """

@@ -56,6 +56,8 @@ class Recompile(NamedTuple):
     target: str
     guard: str
     """What was assumed and no longer held, in torch's words."""
+    place: Place
+    """The function that was compiled once more."""
 
     @property
     def advice(self) -> Advice:
@@ -134,6 +136,13 @@ def graph_of(target: str, metrics: Any, *, training: bool) -> Graph:
         cache_misses=metrics.inductor_fx_local_cache_miss_count or 0,
         resumed=(metrics.co_name or "").startswith("torch_dynamo_resume_in_"),
     )
+
+
+def recompile_of(target: str, metrics: Any) -> Recompile:
+    """Why one `CompilationMetrics` was needed."""
+    # "3/1: guard # source line ..." : the id of the graph that did not fit, then the guard that failed.
+    guard = metrics.recompile_reason.partition("\n")[0].partition(": ")[2].partition("(HINT:")[0]
+    return Recompile(target, " ".join(guard.split()), place_of(metrics))
 
 
 def place_of(metrics: Any) -> Place:

@@ -17,11 +17,13 @@ from sheer.compiler.records import (
     Graph,
     Group,
     Mark,
+    Place,
     Recompile,
     Records,
     break_of,
     graph_of,
     place_of,
+    recompile_of,
 )
 from sheer.observe import Teller
 
@@ -110,7 +112,7 @@ class Report:
             self._seconds += metrics.entire_frame_compile_time_s or 0.0
             self._compile_ids.add(metrics.compile_id)
             if metrics.recompile_reason:
-                self._add_recompile(target, metrics)
+                self._add_recompile(recompile_of(target, metrics), graphs=metrics.cache_size or 0)
             if metrics.fail_type is not None:
                 self._add_failure(target, metrics)
             if metrics.has_guarded_code and metrics.graph_op_count:
@@ -154,25 +156,29 @@ class Report:
         lines += [f"  runs eagerly  {shown(f.target)}: {_end(f.reason, f.mend)}" for f in self.fallbacks]
         return "\n".join(lines)
 
-    def _add_recompile(self, target: str, metrics: Any) -> None:
-        # "3/1: guard # source line ..." : the id of the graph that did not fit, then the guard that failed.
-        guard = metrics.recompile_reason.partition("\n")[0].partition(": ")[2].strip()
-        guard = " ".join(guard.partition("(HINT:")[0].split())
-        found = Recompile(target, guard)
+    def _add_recompile(self, found: Recompile, *, graphs: int) -> None:
         self.recompiles.append(found)
-        if (metrics.cache_size or 0) >= _USUAL_RECOMPILES:
-            words, mend = found.advice
+        if graphs >= _USUAL_RECOMPILES:
+            usual = self._usual_guard(found.place) or found
+            words, mend = usual.advice
             self._teller.warn_once(
-                f"compile-recompiles:{metrics.co_filename}:{metrics.co_firstlineno}",
-                f"compile: {shown(target)} ({place_of(metrics)}) keeps recompiling. Last guard that failed: {guard}."
+                f"compile-recompiles:{found.place}",
+                f"compile: {shown(found.target)} ({found.place}) keeps recompiling. Guard that fails: {usual.guard}."
                 f" {words} {mend}".rstrip(),
             )
+
+    def _usual_guard(self, place: Place) -> Recompile | None:
+        """Of the recompiles of one function, the last of the kind that came most often."""
+        here = [found for found in reversed(self.recompiles) if found.place == place]
+        kinds = Counter(found.advice.mend or found.guard for found in here)
+        return max(here, key=lambda found: kinds[found.advice.mend or found.guard], default=None)
 
     def _add_failure(self, target: str, metrics: Any) -> None:
         reason, mend = str(metrics.fail_reason).partition("\n")[0], ""
         if "recompile limit" in reason.lower():
             reason = f"torch gave up recompiling {place_of(metrics)} and runs it eagerly from now on"
-            mend = self.recompiles[-1].advice.mend if self.recompiles else ""
+            usual = self._usual_guard(place_of(metrics))
+            mend = usual.advice.mend if usual else ""
         else:
             reason = f"torch cannot compile {place_of(metrics)}: {reason}"
         self.add_fallback(target, reason=reason, mend=mend)
