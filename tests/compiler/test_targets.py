@@ -54,6 +54,12 @@ def test_the_outermost_repetition_wins_and_stages_are_looked_into() -> None:
 def test_a_shared_block_is_named_once() -> None:
     block = Block()
     assert find_blocks(nn.Sequential(OrderedDict(a=block, b=Block(), c=block))) == ("a", "b")
+    assert find_blocks(nn.ModuleList([block, block])) == ("0",)
+    assert find_blocks(nn.ModuleDict({"one": nn.Sequential(block, Block()), "two": nn.Sequential(block, Block())})) == (
+        "one.0",
+        "one.1",
+        "two.1",
+    )
 
 
 def test_scope_names_classes_and_globs_outermost_only() -> None:

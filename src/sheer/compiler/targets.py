@@ -27,10 +27,12 @@ def find_blocks(module: nn.Module) -> tuple[str, ...]:
     seen: set[int] = set()
 
     def walk(parent: nn.Module, prefix: str) -> None:
-        children = [(name, child) for name, child in parent.named_children() if id(child) not in seen]
-        seen.update(id(child) for _, child in children)
+        children = [(name, child) for name, child in parent._modules.items() if child is not None]
         repeated = _repeated_classes(children) if isinstance(parent, _CONTAINERS) else set()
         for name, child in children:
+            if id(child) in seen:  # one module at several places counts at each, and is named once
+                continue
+            seen.add(id(child))
             if type(child) in repeated:
                 found.append(prefix + name)
             else:
