@@ -120,7 +120,7 @@ def test_guards_as_written(guard: str, words: str, mend: str) -> None:
 
 
 def test_an_unknown_guard_has_no_advice_and_braces_in_one_do_no_harm() -> None:
-    assert explain("utterly {new} thing") == ("", "")
+    assert explain("utterly {new} thing") == ("", "", False)
     assert "`x{0}`" in explain("tensor 'x{0}' stride mismatch at index 0").words
 
 

@@ -17,6 +17,8 @@ class Advice(NamedTuple):
 
     words: str
     mend: str
+    certain: bool = False
+    """Whether this guard is always too much: it makes a graph for every layer, so it is worth a word at once."""
 
 
 class Guard(NamedTuple):
@@ -155,7 +157,7 @@ def explain(text: str) -> Advice:
         found = re.search(pattern, guard.condition)
         if found:
             groups = [_plain(group) for group in found.groups() if group is not None]
-            return Advice(words.format(*groups, condition=guard.condition) + ".", mend)
+            return Advice(words.format(*groups, condition=guard.condition) + ".", mend, mend is _NO_CACHE)
     return Advice("", "")
 
 

@@ -144,7 +144,7 @@ def _recompiles(recompiles: list[Recompile]) -> str:
 
 
 def _recompile(alike: list[Recompile]) -> str:
-    words, mend = alike[0].advice
+    words, mend, _ = alike[0].advice
     guard = Guard.of(alike[0].guard)
     times = f" <i>{len(alike)} times</i>" if len(alike) > 1 else ""
     head = f"<p>{_sentence(words or 'a guard failed')}{times}</p>"

@@ -158,9 +158,9 @@ class Report:
 
     def _add_recompile(self, found: Recompile, *, graphs: int) -> None:
         self.recompiles.append(found)
-        if graphs >= _USUAL_RECOMPILES:
+        if graphs >= _USUAL_RECOMPILES or found.advice.certain:
             usual = self._usual_guard(found.place) or found
-            words, mend = usual.advice
+            words, mend, _ = usual.advice
             self._teller.warn_once(
                 f"compile-recompiles:{found.place}",
                 f"compile: {shown(found.target)} ({found.place}) keeps recompiling. Guard that fails: {usual.guard}."
