@@ -156,7 +156,7 @@ def test_the_report_reads_as_text() -> None:
     assert str(compiler.report).startswith("compile: on, 0 graphs")
     run(model, tokens())
     text = str(compiler.report)
-    assert "1 graphs" in text
+    assert "1 graph in" in text
     assert "'blocks.0', 'blocks.1'" in text
     compiler.disable()
     assert str(compiler.report).startswith("compile: off")

@@ -146,7 +146,9 @@ class Report:
         cache = f"; cache: {self.cache_hits} found, {self.cache_misses} made" * bool(
             self.cache_hits + self.cache_misses
         )
-        lines = [f"compile: {'on' if self.active else 'off'}, {self.graphs} graphs in {self.seconds:.1f} s{cache}"]
+        lines = [
+            f"compile: {'on' if self.active else 'off'}, {_count(self.graphs, 'graph')} in {self.seconds:.1f} s{cache}"
+        ]
         for group in self.groups:
             lines.append(f"  targets     {len(group.targets)} x {group.kind}: {', '.join(map(shown, group.targets))}")
         if not self.groups:
@@ -204,6 +206,10 @@ class Report:
 def shown(target: str) -> str:
     """How a target is named in a sentence."""
     return repr(target) if target else "the whole module"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _end(reason: str, mend: str) -> str:

@@ -1,0 +1,178 @@
+"""What compiling costs: the first step by scope, a warm second start, and a call of a compiled target.
+
+    python benchmarks/compile.py [--rounds N] [--only starts|calls]
+
+Starts: each in a fresh process, from switching compiling on to the end of the first training step of the benchmark GPT
+(six equal blocks, see step.py), with inductor. Cold starts have an empty cache folder; where scopes are compared, what
+the machine's toolchain needs once (precompiled headers) is in it already. Wall and CPU seconds, compiler processes
+included.
+
+Calls: a small block with eager kernels, its compiled forward called through the module, against the same function
+compiled and called by hand, with the same hooks on both sides. The two take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.step import gpt
+from examples.gpt import GPT, GPTConfig
+
+from sheer.compiler import Compiler, check_backend
+from sheer.observe import Teller
+
+
+class Cost(NamedTuple):
+    """Seconds of one start."""
+
+    wall: float
+    cpu: float
+    misses: int
+
+
+# --- starts: each in a process of its own -----------------------------------------------------------------------------
+
+
+def _clock() -> tuple[float, float]:
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return time.perf_counter(), sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def start(scope: str) -> Cost:
+    """The first step, in this process."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    workload = gpt()
+    batch = workload.batch(torch.Generator().manual_seed(0))
+    compiler = Compiler(workload.model, scope=scope, teller=Teller(speaks=False))
+    before = _clock()
+    compiler.enable()
+    workload.model(*batch).backward()
+    after = _clock()
+    return Cost(after[0] - before[0], after[1] - before[1], compiler.report.cache_misses)
+
+
+def _start_elsewhere(scope: str, folder: Path) -> Cost:
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder)}
+    command = [sys.executable, __file__, "--child", scope]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return Cost(*json.loads(done.stdout.splitlines()[-1]))
+
+
+def starts(rounds: int) -> list[str]:
+    lines = ["| round | start | wall s | CPU s | made |", "|---|---|---|---|---|"]
+    ratios: dict[str, list[tuple[float, float]]] = {
+        "auto / module": [],
+        "warm / cold, auto": [],
+        "warm / cold, module": [],
+    }
+    with tempfile.TemporaryDirectory() as root:
+        primed = Path(root, "primed")
+        _start_elsewhere("nothing", primed)
+        for number in range(rounds):
+            costs: dict[str, Cost] = {}
+            for scope in ("auto", "module"):
+                folder = Path(root, f"{scope}{number}")
+                shutil.copytree(primed, folder)
+                costs[scope] = _start_elsewhere(scope, folder)
+                shutil.rmtree(folder)
+                costs[f"cold {scope}"] = _start_elsewhere(scope, folder)
+                costs[f"warm {scope}"] = _start_elsewhere(scope, folder)
+            pairs = [("auto", "module"), ("warm auto", "cold auto"), ("warm module", "cold module")]
+            for name, (above, below) in zip(ratios, pairs, strict=True):
+                ratios[name].append((costs[above].wall / costs[below].wall, costs[above].cpu / costs[below].cpu))
+            lines += [f"| {number} | {name} | {c.wall:.1f} | {c.cpu:.1f} | {c.misses} |" for name, c in costs.items()]
+    lines += ["", "| ratio (median) | wall | CPU |", "|---|---|---|"]
+    for name, found in ratios.items():
+        wall, cpu = (statistics.median(column) for column in zip(*found, strict=True))
+        lines.append(f"| {name} | {wall:.2f} | {cpu:.2f} |")
+    return lines
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+def _by_hand(block: torch.nn.Module, *, hooked: bool) -> Callable[[torch.Tensor], Any]:
+    forward = type(block).forward
+    compiled = torch.compile(forward, backend="eager")
+
+    def call(x: torch.Tensor) -> Any:
+        if hooked:
+            _hook(block, (x,))
+        return compiled(block, x)
+
+    return call
+
+
+def _hook(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+    """What a user may have on every block."""
+
+
+def calls(rounds: int, *, hooked: bool, calls_per_turn: int = 200) -> str:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = GPT(GPTConfig(vocabulary=64, width=16, layers=6, heads=2, context=8))
+    block, x = model.blocks[0], torch.randn(1, 4, 16, requires_grad=True)
+    by_hand = _by_hand(block, hooked=hooked)
+    by_hand(x)
+    if hooked:
+        block.register_forward_pre_hook(_hook)
+    Compiler(model, backend="eager", teller=Teller(speaks=False)).enable()
+    block(x)
+
+    def turn(function: Callable[[torch.Tensor], Any]) -> float:
+        begin = time.process_time()
+        for _ in range(calls_per_turn):
+            function(x)
+        return (time.process_time() - begin) / calls_per_turn * 1e6
+
+    pairs = [(turn(block), turn(by_hand)) for _ in range(rounds)]
+    more = sorted(through - hand for through, hand in pairs)
+    modules = sum(1 for _ in block.modules())
+    return (
+        f"| {'one pre-hook' if hooked else 'no hooks'} | {modules} | {statistics.median(h for _, h in pairs):.1f} |"
+        f" {statistics.median(more):+.1f} | {more[len(more) // 10]:+.1f} to {more[-1 - len(more) // 10]:+.1f} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=1, help="of starts; each takes one or two minutes")
+    parser.add_argument("--only", choices=["starts", "calls"])
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child == "nothing":
+        check_backend("inductor")
+        print(json.dumps(Cost(0, 0, 0)))
+        return
+    if arguments.child:
+        print(json.dumps(start(arguments.child)))
+        return
+    print(f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores\n")
+    if arguments.only != "starts":
+        print("| hooks | modules in the block | by hand, us | Sheer adds, us | 10-90 % |\n|---|---|---|---|---|")
+        for hooked in (False, True):
+            print(calls(40, hooked=hooked))
+        print()
+    if arguments.only != "calls":
+        print("\n".join(starts(arguments.rounds)))
+
+
+if __name__ == "__main__":
+    main()
