@@ -48,6 +48,37 @@ def test_a_wrong_kwarg_is_named(kwargs: dict[str, object]) -> None:
         compiled(net(), kwargs=kwargs)
 
 
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        (
+            {"options": {"fx_graph_cach": False}},
+            ["compile.kwargs.options.fx_graph_cach", "Did you mean 'fx_graph_cache'"],
+        ),
+        ({"options": ["fx_graph_cache"]}, ["compile.kwargs.options", "object"]),
+        ({"options": {"fx_graph_cache": "no"}}, ["fx_graph_cache", "refuses", "bool"]),
+        ({"mode": "max-autotun"}, ["max-autotun", "refuses"]),
+        ({"mode": "default", "options": {"fx_graph_cache": True}}, ["mode", "options", "refuses"]),
+    ],
+)
+def test_arguments_that_torch_refuses_are_named_shortly_before_training(
+    kwargs: dict[str, object], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        compiled(net(), backend="inductor", kwargs=kwargs)
+    for word in words:
+        assert word in str(error.value)
+    assert len(str(error.value)) < 600
+
+
+def test_the_cache_can_be_switched_off_by_an_option() -> None:
+    model = net(depth=2)
+    compiler = compiled(model, backend="inductor", kwargs={"options": {"fx_graph_cache": False}})
+    run(model, tokens())
+    assert compiler.report.cache_hits == compiler.report.cache_misses == 0
+    assert compiler.report.graphs == 1
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_a_working_backend_passes(backend: str) -> None:
     assert check_backend(backend, device=torch.device("cpu")) is None

@@ -78,14 +78,19 @@ def check_backend(
     A backend of the user's own is only looked up: it may count or keep the graphs it sees, and this is none of theirs.
 
     Raises:
-        ConfigError: the name or import path is wrong.
+        ConfigError: the name, the import path or an argument is wrong.
         CompileError: the backend does not work here; says what to install or which backend to choose.
     """
     found = resolve(backend)
     if not isinstance(found, str):
         return
+    if found == "inductor":
+        _check_options((kwargs or {}).get("options") or {})
     probe = types.FunctionType(_probe.__code__.replace(), _probe.__globals__)
-    compiled = torch_compile(probe, backend=found, kwargs=kwargs or {})
+    try:
+        compiled = torch_compile(probe, backend=found, kwargs=kwargs or {})
+    except Exception as error:
+        raise ConfigError(f"compile.kwargs is {dict(kwargs or {})!r}, which torch.compile refuses: {error}") from error
     try:
         with torch.no_grad():
             compiled(torch.ones(2, device=device))
@@ -93,6 +98,19 @@ def check_backend(
         raise CompileError(_why(found, error)) from error
     finally:
         reset_code(probe.__code__)
+
+
+def _check_options(options: Any) -> None:
+    """Raise `ConfigError` for an option that inductor does not have, by name; torch would list all it has."""
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"compile.kwargs.options is {options!r}; it must be an object, option to value")
+    known = torch._inductor.list_options()
+    for key in options:
+        if key.replace("-", "_") not in known and key != "guard_filter_fn":
+            raise ConfigError(
+                f"compile.kwargs.options.{key} is no option of inductor.{did_you_mean(key, known)}"
+                " torch._inductor.list_options() lists them."
+            )
 
 
 def compile_function(function: Callable[..., Any], settings: Settings) -> Callable[..., Any]:
