@@ -3,9 +3,9 @@
     python benchmarks/compile.py [--rounds N] [--only starts|calls]
 
 Starts: each in a fresh process, the first forward and backward of the benchmark GPT (six equal blocks, see step.py)
-with inductor, and before it the switching on, which tries the backend. Cold starts have an empty cache folder; where scopes
-are compared, what the machine's toolchain needs once (precompiled headers) is in it already. Of the first step, about a
-second is inductor's own in every process, whatever it compiles.
+with inductor, and before it the switching on, which tries the backend. Cold starts have an empty cache folder; where
+scopes are compared, what the machine's toolchain needs once (precompiled headers) is in it already. Of the first step,
+about a second is inductor's own in every process, whatever it compiles.
 
 Calls: a small block with eager kernels, its compiled forward called through the module, against the same function
 compiled and called by hand, with the same hooks on both sides. The two take turns.

@@ -72,6 +72,18 @@ def test_changing_batch_sizes_are_three_graphs_at_most() -> None:
     assert compiler.report.fallbacks == []
 
 
+def test_changing_batch_sizes_where_the_first_block_gets_another_kind_of_input_are_five_graphs_at_most() -> None:
+    """The first block's input needs no gradient and is a view; those of the others are neither."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block(), Block())
+    compiler = compiled(model, backend="aot_eager")
+    for batch in (8, 8, 3, 8, 5, 1, 8):
+        x = torch.randn(5, batch, 8).transpose(0, 1)
+        assert_same(run(model, x), run(twin(model), x))
+    assert compiler.report.graphs <= 5
+    assert compiler.report.fallbacks == []
+
+
 def test_dynamic_from_the_start_is_one_graph_fewer() -> None:
     model = net()
     compiler = compiled(model, kwargs={"dynamic": True})

@@ -72,6 +72,9 @@ def test_a_python_counter_is_said_once_with_its_guard_and_then_the_limit() -> No
     assert len(storm) == 1
     assert "self.calls ==" in storm[0]
     assert "gave up recompiling" in compiler.report.fallbacks[0].reason
+    assert f"{__file__}:" in compiler.report.fallbacks[0].reason
+    assert "register_buffer" in compiler.report.fallbacks[0].mend
+    assert {recompile.place.file for recompile in compiler.report.recompiles} == {__file__}
     assert len([sentence for sentence in compiler._teller.said if "gave up" in sentence]) == 1
 
 
@@ -148,6 +151,11 @@ def test_the_users_own_compiles_are_not_counted_as_ours() -> None:
     own(torch.ones(3))
     run(model, tokens())
     assert compiler.report.graphs == 1
+
+
+def test_many_targets_are_one_line_of_text() -> None:
+    compiler = compiled(net(depth=12))
+    assert "12 x Block: 'blocks.0' ... 'blocks.11'\n" in f"{compiler.report}\n"
 
 
 def test_the_report_reads_as_text() -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from torch._C._dynamo.eval_frame import reset_code
 
 from sheer.compiler.backends import Settings, compile_function
-from sheer.compiler.records import Mark, Records
+from sheer.compiler.records import Mark, Origin, Records, place_of_code
 from sheer.compiler.report import Report
 from sheer.errors import CompileError
 
@@ -46,6 +46,7 @@ class Copy:
         own = _private(function)
         self._code = own.__code__
         self._compiled = compile_function(own, settings)
+        self._place = place_of_code(own.__code__)
         self._training = training
         self._backend_failed = BackendCompilerFailed
         self._records = Records()
@@ -72,7 +73,7 @@ class Copy:
         return output
 
     def _read(self, target: str, mark: Mark) -> int:
-        return self._report.read(target, mark=mark, records=self._records, training=self._training)
+        return self._report.read(Origin(target, self._place, self._training), mark=mark, records=self._records)
 
     def forget(self) -> None:
         """Drop graphs and guards."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from sheer.compiler.records import Group, Place
+from sheer.compiler.records import Group, Place, place_of_code
 
 _HOOKS = {
     "_forward_pre_hooks": "forward pre-hook",
@@ -72,8 +73,10 @@ def group_of(module: nn.Module, targets: tuple[str, ...]) -> Group:
 
 
 def _place_of(function: types.FunctionType) -> Place:
-    code = function.__code__
-    return Place(code.co_filename, code.co_firstlineno, function.__qualname__)
+    """Where the function itself begins, below decorators that say what they wrap."""
+    inner = inspect.unwrap(function)
+    code = inner.__code__ if isinstance(inner, types.FunctionType) else function.__code__
+    return place_of_code(code, name=function.__qualname__)
 
 
 def _hooks(model: nn.Module, targets: set[str]) -> Iterator[Hook]:

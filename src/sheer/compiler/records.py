@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+import types
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -124,12 +125,21 @@ class Records:
         return [m for m in self._utils.get_compilation_metrics() if (m.start_time_us or 0) >= time_us]
 
 
-def graph_of(target: str, metrics: Any, *, training: bool) -> Graph:
+class Origin(NamedTuple):
+    """Whose call something was compiled in."""
+
+    target: str
+    place: Place
+    """Its forward."""
+    training: bool
+
+
+def graph_of(origin: Origin, metrics: Any) -> Graph:
     """The graph that one `CompilationMetrics` is about."""
     return Graph(
-        target=target,
-        place=place_of(metrics),
-        mode="training" if training else "inference",
+        target=origin.target,
+        place=place_of(metrics, origin),
+        mode="training" if origin.training else "inference",
         operations=metrics.graph_op_count or 0,
         seconds=metrics.entire_frame_compile_time_s or 0.0,
         cache_hits=metrics.inductor_fx_local_cache_hit_count or 0,
@@ -138,16 +148,23 @@ def graph_of(target: str, metrics: Any, *, training: bool) -> Graph:
     )
 
 
-def recompile_of(target: str, metrics: Any) -> Recompile:
+def recompile_of(origin: Origin, metrics: Any) -> Recompile:
     """Why one `CompilationMetrics` was needed."""
     # "3/1: guard # source line ..." : the id of the graph that did not fit, then the guard that failed.
     guard = metrics.recompile_reason.partition("\n")[0].partition(": ")[2].partition("(HINT:")[0]
-    return Recompile(target, " ".join(guard.split()), place_of(metrics))
+    return Recompile(origin.target, " ".join(guard.split()), place_of(metrics, origin))
 
 
-def place_of(metrics: Any) -> Place:
-    """Where the compiled function begins."""
-    return Place(metrics.co_filename, metrics.co_firstlineno, _plain_name(metrics.co_name or "?"))
+def place_of(metrics: Any, origin: Origin) -> Place:
+    """Where the compiled function begins; dynamo does not say where it gave up before it began."""
+    if metrics.co_filename is None:
+        return origin.place
+    return Place(metrics.co_filename, metrics.co_firstlineno, _plain_name(metrics.co_name))
+
+
+def place_of_code(code: types.CodeType, *, name: str | None = None) -> Place:
+    """Where a function begins."""
+    return Place(code.co_filename, code.co_firstlineno, name or code.co_name)
 
 
 def break_of(target: str, reason: Any) -> Break:

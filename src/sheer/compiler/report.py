@@ -17,6 +17,7 @@ from sheer.compiler.records import (
     Graph,
     Group,
     Mark,
+    Origin,
     Place,
     Recompile,
     Records,
@@ -102,8 +103,8 @@ class Report:
         path.write_text(render([self], title=title), encoding="utf-8")
         return path
 
-    def read(self, target: str, *, mark: Mark, records: Records, training: bool) -> int:
-        """Take in what dynamo recorded since `mark`, while `target` was called; gives the number of new graphs."""
+    def read(self, origin: Origin, *, mark: Mark, records: Records) -> int:
+        """Take in what dynamo recorded since `mark`, in a call of a target; gives the number of new graphs."""
         self._add_backwards()
         self._records = records
         compiles = [m for m in records.compiles_since(mark.time_us) if m.is_forward is not False]
@@ -112,13 +113,13 @@ class Report:
             self._seconds += metrics.entire_frame_compile_time_s or 0.0
             self._compile_ids.add(metrics.compile_id)
             if metrics.recompile_reason:
-                self._add_recompile(recompile_of(target, metrics), graphs=metrics.cache_size or 0)
+                self._add_recompile(recompile_of(origin, metrics), graphs=metrics.cache_size or 0)
             if metrics.fail_type is not None:
-                self._add_failure(target, metrics)
+                self._add_failure(origin, metrics)
             if metrics.has_guarded_code and metrics.graph_op_count:
-                self.compiled.append(graph_of(target, metrics, training=training))
+                self.compiled.append(graph_of(origin, metrics))
         for reason in records.breaks_since(mark):
-            self._add_break(break_of(target, reason))
+            self._add_break(break_of(origin.target, reason))
         self._backward_due = True
         self._outside = self.outside
         return len(self.compiled) - before
@@ -150,9 +151,9 @@ class Report:
             f"compile: {'on' if self.active else 'off'}, {_count(self.graphs, 'graph')} in {self.seconds:.1f} s{cache}"
         ]
         for group in self.groups:
-            lines.append(f"  targets     {len(group.targets)} x {group.kind}: {', '.join(map(shown, group.targets))}")
+            lines.append(f"  targets     {len(group.targets)} x {group.kind}: {_few(group.targets)}")
         if not self.groups:
-            lines.append(f"  targets     {', '.join(map(shown, self.targets))}")
+            lines.append(f"  targets     {_few(self.targets)}")
         lines += [f"  break       {b.place} ({shown(b.target)}): {b.reason}" for b in self.breaks]
         lines += [f"  recompile   {_times(n)}{shown(r.target)}: {r.guard}" for r, n in Counter(self.recompiles).items()]
         lines += [f"  runs eagerly  {shown(f.target)}: {_end(f.reason, f.mend)}" for f in self.fallbacks]
@@ -175,15 +176,18 @@ class Report:
         kinds = Counter(found.advice.mend or found.guard for found in here)
         return max(here, key=lambda found: kinds[found.advice.mend or found.guard], default=None)
 
-    def _add_failure(self, target: str, metrics: Any) -> None:
-        reason, mend = str(metrics.fail_reason).partition("\n")[0], ""
+    def _add_failure(self, origin: Origin, metrics: Any) -> None:
+        place, reason, mend = place_of(metrics, origin), str(metrics.fail_reason).partition("\n")[0], ""
         if "recompile limit" in reason.lower():
-            reason = f"torch gave up recompiling {place_of(metrics)} and runs it eagerly from now on"
-            usual = self._usual_guard(place_of(metrics))
+            reason = (
+                f"torch gave up recompiling {place}: from now on, calls that fit none of its graphs run eagerly, in all"
+                " targets that share them"
+            )
+            usual = self._usual_guard(place)
             mend = usual.advice.mend if usual else ""
         else:
-            reason = f"torch cannot compile {place_of(metrics)}: {reason}"
-        self.add_fallback(target, reason=reason, mend=mend)
+            reason = f"torch cannot compile {place}: {reason}"
+        self.add_fallback(origin.target, reason=reason, mend=mend)
 
     def _add_break(self, found: Break) -> None:
         if any((known.place, known.reason) == (found.place, found.reason) for known in self.breaks):
@@ -210,6 +214,12 @@ def shown(target: str) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _few(targets: tuple[str, ...]) -> str:
+    """All names, or the first and the last of many."""
+    named = [shown(target) for target in targets]
+    return ", ".join(named) if len(named) <= 4 else f"{named[0]} ... {named[-1]}"
 
 
 def _end(reason: str, mend: str) -> str:
