@@ -3,9 +3,9 @@
     python benchmarks/compile.py [--rounds N] [--only starts|calls]
 
 Starts: each in a fresh process, the first forward and backward of the benchmark GPT (six equal blocks, see step.py)
-with inductor, and before it the switching on, which tries the backend. Cold starts have an empty cache folder; where
-scopes are compared, what the machine's toolchain needs once (precompiled headers) is in it already. Of the first step,
-about a second is inductor's own in every process, whatever it compiles.
+with inductor; cold with an empty cache folder, then warm. Before it compiling is switched on, which tries the backend
+and so makes what the machine's toolchain needs once per folder (precompiled headers). Of the first step, about a second
+is inductor's own in every process, whatever it compiles.
 
 Calls: a small block with eager kernels, its compiled forward called through the module, against the same function
 compiled and called by hand, with the same hooks on both sides. The two take turns.
@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import platform
-import shutil
 import statistics
 import subprocess
 import sys
@@ -33,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.step import gpt
 from examples.gpt import GPT, GPTConfig
 
-from sheer.compiler import Compiler, check_backend
+from sheer.compiler import Compiler
 from sheer.observe import Teller
 
 
@@ -79,38 +78,31 @@ def _start_elsewhere(scope: str, folder: Path) -> Cost:
 def starts(rounds: int) -> list[str]:
     lines = ["| round | start | switching on, s | first step, s | compiling, s | made |", "|---|---|---|---|---|---|"]
     ratios: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory() as root:
-        primed = Path(root, "primed")
-        _start_elsewhere("nothing", primed)
-        for number in range(rounds):
-            costs = _round(Path(root), primed)
-            for name, ratio in _ratios(costs).items():
-                ratios.setdefault(name, []).append(ratio)
-            lines += [
-                f"| {number} | {name} | {c.enable:.1f} | {c.step:.1f} | {c.compiling:.1f} | {c.made} |"
-                for name, c in costs.items()
-            ]
+    for number in range(rounds):
+        costs = _round()
+        for name, ratio in _ratios(costs).items():
+            ratios.setdefault(name, []).append(ratio)
+        lines += [
+            f"| {number} | {name} | {c.enable:.1f} | {c.step:.1f} | {c.compiling:.1f} | {c.made} |"
+            for name, c in costs.items()
+        ]
     lines += ["", "| ratio | median of rounds |", "|---|---|"]
     return lines + [f"| {name} | {statistics.median(found):.2f} |" for name, found in ratios.items()]
 
 
-def _round(root: Path, primed: Path) -> dict[str, Cost]:
+def _round() -> dict[str, Cost]:
     costs: dict[str, Cost] = {}
     for scope in ("auto", "module"):
-        folder = root / "cache"
-        shutil.copytree(primed, folder)
-        costs[scope] = _start_elsewhere(scope, folder)
-        shutil.rmtree(folder)
-        costs[f"{scope}, cold"] = _start_elsewhere(scope, folder)
-        costs[f"{scope}, warm"] = _start_elsewhere(scope, folder)
-        shutil.rmtree(folder)
+        with tempfile.TemporaryDirectory() as folder:
+            for start in ("cold", "warm"):
+                costs[f"{scope}, {start}"] = _start_elsewhere(scope, Path(folder))
     return costs
 
 
 def _ratios(costs: dict[str, Cost]) -> dict[str, float]:
     return {
-        "first step, auto / module": costs["auto"].step / costs["module"].step,
-        "compiling, auto / module": costs["auto"].compiling / costs["module"].compiling,
+        "first step, auto / module": costs["auto, cold"].step / costs["module, cold"].step,
+        "compiling, auto / module": costs["auto, cold"].compiling / costs["module, cold"].compiling,
         "warm / cold, auto": costs["auto, warm"].both / costs["auto, cold"].both,
         "warm / cold, module": costs["module, warm"].both / costs["module, cold"].both,
     }
@@ -168,10 +160,6 @@ def main() -> None:
     parser.add_argument("--only", choices=["starts", "calls"])
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.child == "nothing":
-        check_backend("inductor")
-        print(json.dumps(Cost(0, 0, 0, 0)))
-        return
     if arguments.child:
         print(json.dumps(start(arguments.child)))
         return
