@@ -229,6 +229,8 @@ class Contender:
 
 def run(arguments: argparse.Namespace) -> list[str]:
     names = [name for name in CONTENDERS if arguments.ranks > 1 or name != "DDP"]
+    if arguments.only:
+        names = [name for name in names if any(part in name for part in ("raw", *arguments.only))]
     base_port = arguments.port
     contenders = [
         Contender(name, workload=arguments.model, ranks=arguments.ranks, port=base_port + i, compiled=arguments.compile)
@@ -268,6 +270,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--model", choices=sorted(WORKLOADS), default="gpt")
     parser.add_argument("--compile", action="store_true", help="both sides compiled: the blocks, by inductor")
+    parser.add_argument("--only", nargs="*", default=[], help="contenders whose name contains one of these")
     parser.add_argument("--port", type=int, default=29710)
     arguments = parser.parse_args()
     command = "python benchmarks/step.py " + " ".join(sys.argv[1:])

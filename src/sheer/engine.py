@@ -417,19 +417,20 @@ class Engine(CompileVerbs, DeepSpeedNames):
 
     def _apply(self, optimizer: FlatOptimizer, norm: torch.Tensor, scale: float, unused: frozenset[str]) -> None:
         grads = [grad.owned().to(grad.flat.master.dtype) for grad in self._runtime.grads]
-        limit = self._config.gradient_clipping
-        if limit > 0:
-            factor = torch.clamp(limit / (norm + 1e-6), max=1.0) / scale
-            torch._foreach_mul_(grads, factor)
-        elif scale != 1.0:
-            torch._foreach_mul_(grads, 1.0 / scale)
-        runtime = self._runtime
+        runtime, factor = self._runtime, self._gradient_factor(norm, scale)
         if runtime.gathers:
-            optimizer.update(grads, unused=unused, then=runtime.publish)
+            optimizer.update(grads, factor=factor, unused=unused, then=runtime.publish)
             runtime.wait_gathered()
         else:
-            optimizer.update(grads, unused=unused)
+            optimizer.update(grads, factor=factor, unused=unused)
             runtime.publish_all()
+
+    def _gradient_factor(self, norm: torch.Tensor, scale: float) -> torch.Tensor | None:
+        """What clipping and the loss scale make of the gradient, as one factor; None where that is 1."""
+        limit = self._config.gradient_clipping
+        if limit > 0:
+            return torch.clamp(limit / (norm + 1e-6), max=1.0) / scale
+        return None if scale == 1.0 else torch.full_like(norm, 1.0 / scale)
 
     def _report_overflow(self) -> None:
         first = statistics.first_not_finite(self._runtime)

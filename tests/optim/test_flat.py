@@ -239,3 +239,20 @@ def test_state_that_cannot_be_saved_is_named() -> None:
     sharded.step(_grads(0, set(SHAPES)))
     with pytest.raises(UsageError, match="optimizer state 'note' of Odd is a str"):
         sharded.ranks[0].forms()
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("factor", [1.0, 0.25, 0.3])
+def test_a_factor_scales_the_gradients(maker: str, factor: float) -> None:
+    """Inside the fused kernel or before the step: it is the same, and the optimizer keeps no trace of it."""
+    scaled, plain = (Sharded(MAKERS[maker], _values(), 2) for _ in range(2))
+    for step in range(3):
+        grads = _grads(step, set(SHAPES))
+        flat = [Sharded._fill(bucket, grads) for bucket in scaled.layout.buckets]
+        for rank, optimizer in enumerate(scaled.ranks):
+            own = [_cut(f, b.shard(rank)).clone() for b, f in zip(scaled.layout.buckets, flat, strict=True)]
+            optimizer.update(own, factor=torch.tensor(factor))
+            assert "grad_scale" not in vars(optimizer.base)
+        plain.step({name: grad * factor for name, grad in grads.items()})
+    for name, value in scaled.values().items():
+        torch.testing.assert_close(value, plain.values()[name], rtol=1e-6, atol=1e-7)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from math import prod
@@ -37,6 +38,9 @@ _ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     }
 )
 
+
+# Fused kernels that divide gradients on the way.
+_FUSED: frozenset[type[torch.optim.Optimizer]] = frozenset({torch.optim.Adam, torch.optim.AdamW})
 
 MASTER = "(master)"
 """Key under which a parked parameter's fp32 value is kept; never written to a checkpoint."""
@@ -201,10 +205,12 @@ class FlatOptimizer:
         self,
         grads: Sequence[torch.Tensor],
         *,
+        factor: torch.Tensor | None = None,
         unused: Collection[str] = (),
         then: Callable[[int], None] | None = None,
     ) -> None:
-        """One optimizer step with `grads` (one per master: [owned], its dtype); parameters in `unused` keep still.
+        """One optimizer step with `factor` (0-d; clipping and loss scale) times `grads` (one per master: [owned], its
+        dtype, overwritten); parameters in `unused` keep still.
 
         With `then`, masters are updated one by one in order of use, and it is called with the index of each that is
         done, so that its result can travel while the next is computed. An optimizer of the user's, or one with step
@@ -212,17 +218,38 @@ class FlatOptimizer:
         """
         if unused:
             self._isolate(frozenset(unused))
+        scaling = self._scaled_by(factor, grads)
         moving = [run for run in self.runs if not unused or any(s.fqn not in unused for s in self._slots(run))]
-        if then is None:
-            self._step(moving, grads)
-            return
-        in_parts = self._may_step_in_parts()
-        if not in_parts:
-            self._step(moving, grads)
-        for index in range(len(self.masters) - 1, -1, -1):
-            if in_parts:
-                self._step([run for run in moving if run.master == index], grads)
-            then(index)
+        with scaling:
+            if then is None:
+                self._step(moving, grads)
+                return
+            in_parts = self._may_step_in_parts()
+            if not in_parts:
+                self._step(moving, grads)
+            for index in range(len(self.masters) - 1, -1, -1):
+                if in_parts:
+                    self._step([run for run in moving if run.master == index], grads)
+                then(index)
+
+    def _scaled_by(self, factor: torch.Tensor | None, grads: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+        """Apply `factor`: inside the fused kernel where there is one, which saves a pass over the gradients."""
+        if factor is None:
+            return nullcontext()
+        fused = type(self.base) in _FUSED and all(group.get("fused") for group in self.base.param_groups)
+        if fused:
+            return self._divided_by(factor.reciprocal())
+        torch._foreach_mul_(list(grads), factor)
+        return nullcontext()
+
+    @contextmanager
+    def _divided_by(self, divisor: torch.Tensor) -> Iterator[None]:
+        """As torch's GradScaler tells a fused optimizer by what to divide."""
+        self.base.grad_scale = divisor  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            del self.base.grad_scale  # type: ignore[attr-defined]
 
     def _may_step_in_parts(self) -> bool:
         hooks = self.base._optimizer_step_pre_hooks or self.base._optimizer_step_post_hooks
