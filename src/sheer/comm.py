@@ -338,12 +338,6 @@ class Axis:
             with _completing(f"a broadcast from rank {source}"):
                 dist.broadcast(tensor, group_src=source, group=self.group)
 
-    def all_reduce_max(self, tensor: torch.Tensor) -> None:
-        """Element-wise maximum over the axis, in place."""
-        if self.size > 1:
-            with _completing("a maximum over all ranks"):
-                dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
-
     def agree(self, error: BaseException | None, *, doing: str) -> None:
         """Raise one error on every rank if any rank brings one; the message lists them all, rank by rank."""
         if self.size == 1:

@@ -44,16 +44,13 @@ class CompileVerbs(ABC):
                 "them out"
             )
 
-        def switch_on() -> None:
-            if backend is not None:
-                self._compiler.set_backend(backend)
-            if compile_kwargs is not None:
-                self._compiler.set_kwargs(compile_kwargs)
-            if compiler_fn is not None:
-                self._compiler.set_compiler_fn(compiler_fn)
-            self._compiler.enable()
+        self._change("engine.compile", backend=backend, kwargs=compile_kwargs, compiler_fn=compiler_fn)
+        self._compiler.enable()
 
-        self._axis.together(switch_on, doing="engine.compile")
+    def _change(self, doing: str, **asked: Any) -> None:
+        """All ranks find that it works before any changes."""
+        settings = self._axis.together(lambda: self._compiler.checked(**asked), doing=doing)
+        self._compiler.apply(settings)
 
     def uncompile(self) -> None:
         """Run everything eagerly again; nothing of compiling is left on the module or in dynamo."""
@@ -61,15 +58,18 @@ class CompileVerbs(ABC):
 
     def set_backend(self, backend: str | Callable[..., Any]) -> None:
         """Compile with another backend from the next call on."""
-        self._axis.together(lambda: self._compiler.set_backend(backend), doing="engine.set_backend")
+        self._change("engine.set_backend", backend=backend)
 
     def set_torch_compile_kwargs(self, kwargs: Mapping[str, object]) -> None:
         """Compile with other arguments of `torch.compile` from the next call; `{"disable": True}` compiles nothing."""
-        self._axis.together(lambda: self._compiler.set_kwargs(kwargs), doing="engine.set_torch_compile_kwargs")
+        self._change("engine.set_torch_compile_kwargs", kwargs=kwargs)
 
     def set_compiler_fn(self, compiler_fn: Callable[..., Any] | None) -> None:
         """Compile with `compiler_fn(forward)` in the place of `torch.compile`; None returns to that."""
-        self._axis.together(lambda: self._compiler.set_compiler_fn(compiler_fn), doing="engine.set_compiler_fn")
+        if compiler_fn is None:
+            self._compiler.set_compiler_fn(None)
+        else:
+            self._change("engine.set_compiler_fn", compiler_fn=compiler_fn)
 
     @property
     def is_compiled(self) -> bool:

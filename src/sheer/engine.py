@@ -386,8 +386,10 @@ class Engine(CompileVerbs, DeepSpeedNames):
             self._report_overflow()
         else:
             self._apply(optimizer, norm, scale, stats.unused)
+        samples = self._batch.micro * self._axis.size * micro_batches
+        fresh = micro_batches - self._window
         result = StepResult(
-            step=self.counters.advance(skipped=skipped, samples=self._batch.micro * self._axis.size * micro_batches),
+            step=self.counters.advance(skipped=skipped, samples=samples, micro_batches=fresh),
             lr=lrs,
             skipped=skipped,
             loss_scale=scale,

@@ -78,7 +78,7 @@ class StepResult:
 
     @cached_property
     def loss(self) -> float | None:
-        """Mean of this step's losses over micro-batches (and over ranks for `train_batch`); None where unknown."""
+        """Mean of this step's losses over micro-batches and ranks; None where `backward` saw none."""
         return None if self.loss_tensor is None else float(self.loss_tensor)
 
     def values(self) -> dict[str, float]:

@@ -46,9 +46,9 @@ class Counters:
     micro_steps: int = 0
     skipped_steps: int = 0
 
-    def advance(self, *, skipped: bool, samples: int) -> int:
-        """One step is over; the number of steps applied so far."""
-        self.micro_steps += 1
+    def advance(self, *, skipped: bool, samples: int, micro_batches: int) -> int:
+        """One step is over; the number of steps applied so far. `micro_batches` are those not counted yet."""
+        self.micro_steps += micro_batches
         self.global_samples += samples
         if skipped:
             self.skipped_steps += 1

@@ -71,7 +71,8 @@ def initialize(
     trains alone.
 
     Raises:
-        ConfigError, UsageError, DataError: on every rank, before the model is touched, naming what is wrong.
+        ConfigError, UsageError, DataError, CompileError: on every rank, naming what is wrong, before the model is
+            touched.
     """
     observe.ensure_handler()
     device = devices.pick(devices.local_rank(rank=comm.rank()))
@@ -83,7 +84,7 @@ def initialize(
     def prepare() -> _Ready:
         _refuse(args, distributed_port=distributed_port, mpu=mpu, mesh_param=mesh_param)
         given = _Given(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn)
-        return _prepare(given, Config.load(_one_config(args, config, config_params)), axis)
+        return _prepare(given, Config.load(_one_config(args, config, config_params)), axis, device)
 
     try:
         ready = axis.together(prepare, doing="sheer.initialize")
@@ -120,7 +121,7 @@ class _Ready(NamedTuple):
     teller: Teller
 
 
-def _prepare(given: _Given, config: Config, axis: Axis) -> _Ready:
+def _prepare(given: _Given, config: Config, axis: Axis, device: torch.device) -> _Ready:
     teller = Teller(speaks=axis.rank == 0)
     module = _check_model(given.model)
     batch = resolve_batch(config, axis.size)
@@ -137,7 +138,7 @@ def _prepare(given: _Given, config: Config, axis: Axis) -> _Ready:
         groups=_group_of(module, base, teller),
         scheduler=_build_scheduler(given.lr_scheduler, base, config),
         loader=loader,
-        compiler=_build_compiler(module, config, teller),
+        compiler=_build_compiler(module, config, teller, device),
         monitors=_build_monitors(config, axis),
         teller=teller,
     )
@@ -361,9 +362,13 @@ def _start_from_rank_0(module: torch.nn.Module, axis: Axis) -> None:
             buffer.detach().copy_(contiguous)
 
 
-def _build_compiler(module: torch.nn.Module, config: Config, teller: Teller) -> Compiler:
+def _build_compiler(module: torch.nn.Module, config: Config, teller: Teller, device: torch.device) -> Compiler:
+    """Found to work, if it is to compile: later the model would have been changed already."""
     section = config.compile
-    return Compiler(module, backend=section.backend, kwargs=section.kwargs, scope=section.scope, teller=teller)
+    compiler = Compiler(module, backend=section.backend, kwargs=section.kwargs, scope=section.scope, teller=teller)
+    if section.enabled:
+        compiler.check(device=device)
+    return compiler
 
 
 def _build_monitors(config: Config, axis: Axis) -> Any:

@@ -721,9 +721,8 @@ def test_killed_during_a_save_a_new_process_goes_on_to_the_same_end(tmp_path: Pa
 
     whole = run("whole", 0)
     assert whole.returncode == 0, whole.stderr
-    for kill_at in (2,):
-        assert run(f"cut{kill_at}", kill_at).returncode == -signal.SIGKILL
-        assert (tmp_path / f"cut{kill_at}" / "latest").read_text().strip() == "global_step1"
-        again = run(f"cut{kill_at}", 0)
-        assert again.returncode == 0, again.stderr
-        assert json.loads(again.stdout.splitlines()[-1]) == json.loads(whole.stdout.splitlines()[-1])
+    assert run("cut", 2).returncode == -signal.SIGKILL
+    assert (tmp_path / "cut" / "latest").read_text().strip() == "global_step1"
+    again = run("cut", 0)
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout.splitlines()[-1]) == json.loads(whole.stdout.splitlines()[-1])

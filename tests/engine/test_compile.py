@@ -96,6 +96,13 @@ def test_a_compiler_function_takes_the_place_of_torch_compile() -> None:
     tokens = batches(1, size=2)[0]
     torch.testing.assert_close(engine(tokens), odd()(tokens))
     assert seen
+    count = len(seen)
+    engine.set_compiler_fn(None)
+    engine.set_compiler_fn(compiler_fn)
+    engine(tokens)
+    assert len(seen) > count
+    with pytest.raises(ConfigError, match="must be callable"):
+        engine.set_compiler_fn("torch.compile")
 
 
 @pytest.mark.world_size(2)
@@ -104,7 +111,14 @@ def test_a_mistake_on_one_rank_is_one_on_all() -> None:
     wrong = sheer.testing.rank() == 1
     with pytest.raises(ConfigError, match="failed on 1 of 2 ranks"):
         engine.compile(backend="inducktor" if wrong else "eager")
+    assert not engine.is_compiled
+    with pytest.raises(ConfigError, match="dynamc"):
+        engine.compile(backend="eager", compile_kwargs={"dynamc": True})
+    assert (engine.is_compiled, engine.torch_compile_kwargs, engine._compiler.backend) == (False, {}, "inductor")
     engine.compile(backend="eager")
+    with pytest.raises(ConfigError, match="failed on 1 of 2 ranks"):
+        engine.set_torch_compile_kwargs({"dynamc": True} if wrong else {"dynamic": True})
+    assert (engine.is_compiled, engine.torch_compile_kwargs) == (True, {})
     with pytest.raises(UsageError, match="schedule and compiled_autograd_enabled are DeepSpeed's"):
         engine.compile(schedule=[1])
 
@@ -131,12 +145,13 @@ def test_freezing_and_loading_go_on_compiled(tmp_path) -> None:
     assert_same_model(model, reference, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.world_size(1, 2)
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_state_goes_between_compiled_and_plain(stage: int, tmp_path) -> None:
-    case = Case(stage=stage)
+def test_state_goes_between_compiled_and_plain(stage: int, world_size: int) -> None:
+    case = Case(stage=stage, world=world_size, rank=sheer.testing.rank())
     compiled, plain = odd(seed=1), odd(seed=2)
     engine = start(compiled, case, **EAGER)
-    engine_run(engine, case, batches(1, size=2))
+    engine_run(engine, case, batches(1, size=case.global_batch))
     assert list(compiled.state_dict()) == list(plain.state_dict())
     plain.load_state_dict(compiled.state_dict())
     tokens = batches(1, size=2, seed=9)[0]
@@ -160,3 +175,36 @@ def test_copies_of_a_compiled_module_are_plain_and_their_own() -> None:
     assert engine.module is model
     assert type(engine.module) is type(model)
     assert isinstance(engine.module, nn.Module)
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}])
+def test_a_backend_that_does_not_work_leaves_the_model_as_it_was(precision) -> None:
+    model = odd()
+    before = {name: (value.dtype, value.clone(), value.data_ptr()) for name, value in model.state_dict().items()}
+    with pytest.raises(ConfigError, match="dynamc"):
+        start(model, Case(), compile={"enabled": True, "backend": "eager", "kwargs": {"dynamc": 1}}, **precision)
+    options = {"options": {"no_such_option": 1}}
+    with pytest.raises(ConfigError, match="no_such_option"):
+        start(model, Case(), compile={"enabled": True, "kwargs": options}, **precision)
+    for name, value in model.state_dict().items():
+        dtype, values, address = before[name]
+        assert (value.dtype, value.data_ptr()) == (dtype, address)
+        assert torch.equal(value, values)
+
+
+def test_an_ema_copy_is_a_plain_module() -> None:
+    model = odd()
+    engine = start(model, Case(), **EAGER)
+    ema = torch.optim.swa_utils.AveragedModel(engine.module, avg_fn=lambda old, new, _count: (old + new) / 2)
+    start_values = {name: p.detach().clone() for name, p in ema.module.named_parameters()}
+    engine_run(engine, Case(), batches(1, size=2))
+    ema.update_parameters(engine.module)  # the first call copies
+    engine_run(engine, Case(), batches(1, size=2))
+    before = {name: p.detach().clone() for name, p in ema.module.named_parameters()}
+    ema.update_parameters(engine.module)
+    assert type(ema.module) is type(model)
+    for name, param in model.named_parameters():
+        averaged = dict(ema.module.named_parameters())[name]
+        torch.testing.assert_close(averaged, (before[name] + param) / 2)
+        assert averaged.numel() == 0 or averaged.data_ptr() != param.data_ptr()
+    assert any(not torch.equal(before[name], start_values[name]) for name in before)

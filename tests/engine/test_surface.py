@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from torch import nn
@@ -155,3 +157,43 @@ def test_train_batch_passes_what_a_tuple_data_set_gives() -> None:
     engine = sheer.initialize(model=Two(3, 1), config=CONFIG, training_data=data)[0]
     assert engine.train_batch().dim() == 0
     assert isinstance(next(iter(engine.training_dataloader)), tuple)
+
+
+def test_micro_steps_count_micro_batches() -> None:
+    engine = sheer.initialize(model=odd(), config=CONFIG)[0]
+    for tokens in batches(5, size=2):
+        engine.backward(engine(tokens))
+        engine.step()
+    assert (engine.micro_steps, engine.global_steps) == (5, 1)
+    engine.flush()
+    assert (engine.micro_steps, engine.global_steps) == (5, 2)
+    engine.set_gradient_accumulation_boundary(False)
+    for number, tokens in enumerate(batches(3, size=2)):
+        engine.set_gradient_accumulation_boundary(number == 2)
+        engine.backward(engine(tokens))
+    engine.step()
+    assert (engine.micro_steps, engine.global_steps) == (8, 3)
+
+
+@pytest.mark.world_size(2)
+def test_rank_0_alone_prints_and_writes(tmp_path, caplog: pytest.LogCaptureFixture) -> None:
+    config = {
+        **CONFIG,
+        "gradient_accumulation_steps": 1,
+        "steps_per_print": 2,
+        "csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "run"},
+    }
+    engine = sheer.initialize(model=odd(), config=config)[0]
+    rank = sheer.testing.rank()
+    with caplog.at_level(logging.INFO, logger="sheer"):
+        for tokens in batches(5, size=2):
+            engine.backward(engine(tokens))
+            engine.step()
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("step ")]
+    assert [line.split()[1] for line in lines] == (["2", "4"] if rank == 0 else [])
+    engine.axis.barrier()
+    engine.destroy()
+    engine.axis.barrier()
+    written = {path.name: path.read_text().splitlines() for path in tmp_path.rglob("*.csv")}
+    assert {"loss", "lr", "grad_norm"} <= {name.removesuffix(".csv") for name in written}
+    assert all(len(content) == 1 + 5 for content in written.values())  # a head, and one line per step by one rank

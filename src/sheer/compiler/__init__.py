@@ -15,6 +15,7 @@ import types
 import weakref
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import nn
 
 from sheer.compiler.backends import Backend, CompilerFn, Settings, check_backend, check_kwargs, resolve
@@ -101,6 +102,14 @@ class Compiler:
         """A copy of the further arguments of `torch.compile`."""
         return dict(self._settings.kwargs)
 
+    def check(self, *, device: torch.device | None = None) -> None:
+        """Find out whether the backend works, on `device` (by default the module's), before anything is changed.
+
+        Raises:
+            ConfigError, CompileError: it does not.
+        """
+        self._check(self._settings, device=device)
+
     def enable(self) -> None:
         """Compile the targets from their next call on. Nothing happens where it is on already or `kwargs` disable it.
 
@@ -152,9 +161,7 @@ class Compiler:
         `forward` is a private copy of a target's forward and takes the module as its first argument. The backend and
         its arguments are then `compiler_fn`'s own business. Graphs are counted as far as dynamo makes them.
         """
-        if compiler_fn is not None and not callable(compiler_fn):
-            raise ConfigError(f"compiler_fn is {compiler_fn!r}; it must be callable, or None for torch.compile")
-        self._change(self._settings._replace(compiler_fn=compiler_fn))
+        self._change(self._settings._replace(compiler_fn=None if compiler_fn is None else _callable(compiler_fn)))
 
     def _change(self, settings: Settings) -> None:
         """Use `settings` from now on: where compiling is on, what was compiled is dropped and made anew when called."""
@@ -167,9 +174,36 @@ class Compiler:
         if was_on:
             self.enable()
 
-    def _check(self, settings: Settings) -> None:
+    def checked(
+        self,
+        *,
+        backend: Backend | None = None,
+        kwargs: Mapping[str, object] | None = None,
+        compiler_fn: CompilerFn | None = None,
+    ) -> Settings:
+        """The present settings with what is given, found to work; for `apply`. Changes nothing.
+
+        Raises:
+            ConfigError, CompileError: something does not exist or work here.
+        """
+        settings = self._settings
+        if backend is not None:
+            settings = settings._replace(backend=resolve(backend), compiler_fn=None)
+        if kwargs is not None:
+            check_kwargs(kwargs)
+            settings = settings._replace(kwargs=dict(kwargs))
+        if compiler_fn is not None:
+            settings = settings._replace(compiler_fn=_callable(compiler_fn))
+        self._check(settings)
+        return settings
+
+    def apply(self, settings: Settings) -> None:
+        """Use what `checked` gave, from the next call on."""
+        self._change(settings)
+
+    def _check(self, settings: Settings, *, device: torch.device | None = None) -> None:
         if settings.compiler_fn is None and not settings.disabled:
-            device = next((p.device for p in self._module().parameters()), None)
+            device = device or next((p.device for p in self._module().parameters()), None)
             check_backend(settings.backend, kwargs=settings.kwargs, device=device)
 
     def _say_targets(self, module: nn.Module) -> None:
@@ -288,3 +322,9 @@ def _named(module: nn.Module, fqn: str) -> nn.Module | None:
 def _ends(targets: tuple[str, ...]) -> str:
     """The first and the last name."""
     return targets[0] if len(targets) == 1 else f"{targets[0]} ... {targets[-1]}"
+
+
+def _callable(compiler_fn: CompilerFn) -> CompilerFn:
+    if not callable(compiler_fn):
+        raise ConfigError(f"compiler_fn is {compiler_fn!r}; it must be callable, or None for torch.compile")
+    return compiler_fn

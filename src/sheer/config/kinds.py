@@ -302,7 +302,7 @@ class Backend(Kind):
     @property
     @override
     def allowed(self) -> str:
-        return "the name of a torch.compile backend, or from Python a callable"
+        return "the name of a torch.compile backend, an import path `pkg.mod.fn`, or from Python a callable"
 
     @override
     def accepts(self, value: Any) -> bool:
