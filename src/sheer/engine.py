@@ -86,6 +86,7 @@ class Engine(CompileVerbs, DeepSpeedNames):
         self._scaled = False  # whether the user asked for the loss scale in this micro-batch
         self._losses: list[torch.Tensor] = []
         self._applied = False
+        self._trouble_told = False  # the compile report has been printed
         self._alive = True
         self._own_iterator: Iterator[Any] | None = None
         self._params, self._ties = names_and_ties(parts.module)
@@ -448,10 +449,14 @@ class Engine(CompileVerbs, DeepSpeedNames):
         if self.optimizer is not None:
             self.optimizer.note_step(skipped=result.skipped)
         self.last_step = result
-        self._compiler.review()
         self._tell(result)
 
     def _tell(self, result: StepResult) -> None:
+        self._compiler.review()
+        report = self._compiler.report
+        if (report.breaks or report.fallbacks) and not self._trouble_told:
+            self._trouble_told = True
+            self._teller.warn(str(report))
         every = self._config.steps_per_print
         if every and result.step % every == 0 and not result.skipped:
             self._teller.info(str(result))

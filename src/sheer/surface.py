@@ -256,12 +256,23 @@ class DeepSpeedNames(ABC):
         return
 
     def module_state_dict(
-        self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """The module's own `state_dict`."""
+        """The module's own `state_dict`, without frozen parameters if so asked."""
+        state = self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            frozen = {
+                prefix + fqn for fqn, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad
+            }
+            state = {fqn: value for fqn, value in state.items() if fqn not in frozen}
         if destination is None:
-            return self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
-        return self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+            return state
+        destination.update(state)
+        return destination
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """The module's own `load_state_dict`; masters follow at the next step, save or look."""

@@ -208,3 +208,14 @@ def test_an_ema_copy_is_a_plain_module() -> None:
         torch.testing.assert_close(averaged, (before[name] + param) / 2)
         assert averaged.numel() == 0 or averaged.data_ptr() != param.data_ptr()
     assert any(not torch.equal(before[name], start_values[name]) for name in before)
+
+
+def test_the_report_is_printed_once_when_something_is_wrong(caplog: pytest.LogCaptureFixture) -> None:
+    model = odd()
+    engine = start(model, Case(), **EAGER)
+    engine_run(engine, Case(), batches(2, size=2))
+    assert "compile: on" not in caplog.text
+    model.blocks[0].up.register_forward_hook(lambda *_: None)  # no hook inside a graph can fire
+    engine_run(engine, Case(), batches(3, size=2))
+    assert caplog.text.count("compile: on") == 1
+    assert "runs eagerly" in caplog.text

@@ -88,6 +88,9 @@ def test_module_state_and_names() -> None:
     assert len(names) == len(list(model.parameters()))
     state = engine.module_state_dict()
     assert list(state) == list(model.state_dict())
+    without = engine.module_state_dict(prefix="m.", exclude_frozen_parameters=True)
+    assert set(state) - {name.removeprefix("m.") for name in without} == {"frozen.weight", "frozen.bias"}
+    assert engine.module_state_dict({"other": 1}).keys() == {"other", *state}
     engine.load_module_state_dict({name: torch.zeros_like(value) for name, value in state.items()})
     assert not any(param.any() for param in model.parameters())
 
