@@ -97,7 +97,7 @@ def locate(root: str | os.PathLike[str], tag: str | None = None) -> Path:
         raise CheckpointError(f"there is no directory {root}, so no checkpoint in it.")
     if tag is None:
         if not list_tags(root):
-            raise CheckpointError(f"{root} holds no checkpoint.")
+            raise CheckpointError(f"{root} holds no checkpoint: it has no `latest`, no tags, and no index.json.")
         raise CheckpointError(f"{root} has no file `latest`, so name one by `tag` (--tag). {_known(root)}")
     near = did_you_mean(tag, list_tags(root))
     raise CheckpointError(f"{root} has no checkpoint {tag!r}.{near} {_known(root)}")
