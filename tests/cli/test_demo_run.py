@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from examples.gpt import GPT, GPTConfig
 
 from sheer.checkpoint import load_full
 from sheer.cli.demo.folder import Folder, read_curve
@@ -19,7 +20,7 @@ from sheer.cli.demo.folder import Folder, read_curve
 pytestmark = pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="looks for processes in /proc")
 
 STEPS = 120
-SMALL = f"--steps {STEPS} --width 32 --heads 2 --layers 2 --context 32 --no-compile --save-every 20".split()
+SMALL = f"--steps {STEPS} --width 32 --heads 2 --layers 2 --context 32 --save-every 20".split()
 
 
 class Ended(NamedTuple):
@@ -28,9 +29,10 @@ class Ended(NamedTuple):
 
 
 def start(out: Path, *more: str) -> subprocess.Popen[str]:
+    how = () if "--backend" in more else ("--no-compile",)
     program = "import sys; from sheer.cli import main; sys.exit(main())"
     return subprocess.Popen(
-        [sys.executable, "-c", program, "demo", "--out", str(out), *SMALL, *more],
+        [sys.executable, "-c", program, "demo", "--out", str(out), *SMALL, *how, *more],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -164,3 +166,25 @@ def assert_same_run(left: Path, right: Path) -> None:
     for name, tensor in ours.items():
         assert torch.equal(tensor, theirs[name]), name
     assert Folder(left).sample.read_bytes() == Folder(right).sample.read_bytes()
+
+
+def test_compiled_it_is_resumed_exactly_and_loads_without_an_engine(tmp_path: Path) -> None:
+    """With a backend that needs no C++ compiler."""
+    compiled = ("--backend", "aot_eager", "--steps", "30", "--save-every", "10")
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    ended = demo(whole, *compiled)
+    assert ended.code == 0, ended.said
+    assert str(Folder(whole).picture) in ended.said
+    assert str(Folder(whole).checkpoints) in ended.said
+    assert str(Folder(whole).sample) in ended.said
+    process = start(cut, *compiled)
+    wait_for_step(cut, process, 12)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    wait_until_gone(cut)
+    again = demo(cut, *compiled)
+    assert again.code == 0, again.said
+    assert "going on from the checkpoint of step 10" in again.said
+    assert_same_run(cut, whole)
+    model = GPT(GPTConfig(context=32, width=32, layers=2, heads=2))
+    model.load_state_dict(load_full(Folder(whole).checkpoints))
