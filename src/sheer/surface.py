@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from sheer import device as devices
+from sheer.data import ResumableLoader, build_loader
 from sheer.optim.loss_scale import Scaling
 
 if TYPE_CHECKING:
@@ -277,6 +278,36 @@ class DeepSpeedNames(ABC):
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """The module's own `load_state_dict`; masters follow at the next step, save or look."""
         self.module.load_state_dict(state_dict, strict=strict)
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = False,
+        data_sampler: Iterable[int] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> ResumableLoader:
+        """A loader over `dataset` for this rank, as `initialize(training_data=...)` builds one.
+
+        It is the caller's: a checkpoint holds the position of the engine's own loader only. `route` other than "train"
+        keeps the order of the data set.
+        """
+        section = self._config.data_loader
+        return build_loader(
+            dataset,
+            micro_batch=self._batch.micro if batch_size is None else batch_size,
+            rank=self._axis.rank,
+            world=self._axis.size,
+            collate_fn=collate_fn,
+            shuffle=section.shuffle and route == "train" and data_sampler is None,
+            seed=section.seed,
+            drop_last=self._config.dataloader_drop_last,
+            num_workers=section.num_workers if num_local_io_workers is None else num_local_io_workers,
+            pin_memory=pin_memory or section.pin_memory,
+            sampler=data_sampler,
+        )
 
     # --- second names ---
 

@@ -219,3 +219,26 @@ def test_the_report_is_printed_once_when_something_is_wrong(caplog: pytest.LogCa
     engine_run(engine, Case(), batches(3, size=2))
     assert caplog.text.count("compile: on") == 1
     assert "runs eagerly" in caplog.text
+
+
+def test_a_forward_that_calls_the_module_is_the_users_own_recursion() -> None:
+    """Compiling adds none: an override that calls the module for one more, bounded, round works as it does in eager."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(3, 3) for _ in range(2)])
+
+        def forward(self, x, rounds: int = 0):
+            for block in self.blocks:
+                x = block(x)
+            return self(x, rounds - 1) if rounds else x.sum()
+
+    torch.manual_seed(0)
+    model = Twice()
+    x = torch.randn(2, 3)
+    expected = copy.deepcopy(model)(x, 3)
+    for scope in ("auto", "module"):
+        engine = start(model, Case(), compile={**EAGER["compile"], "scope": scope})
+        torch.testing.assert_close(engine(x, 3), expected)
+        engine.destroy()

@@ -19,6 +19,7 @@ from tests.engine.models import Odd, batches, odd
 from tests.engine.oracle import Case
 
 FP32, BF16, FP16 = {}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "loss_scale": 64}}
+AUTOCAST = {"torch_autocast": {"enabled": True}}
 SCOPES = [("auto", "auto"), ("module", "module"), ("named", ["Block", "frozen"])]
 COMPILED = {"compile": {"enabled": True, "backend": "aot_eager"}}
 SLOT = "_compiled_call_impl"  # where nn.Module.compile itself puts what it compiles; torch drops it from copies
@@ -83,7 +84,7 @@ def config(stage: int, accumulation: int, *more: dict[str, Any]) -> dict[str, An
 
 COMBINATIONS = itertools.product(
     (0, 1, 2),
-    (("fp32", FP32), ("bf16", BF16), ("fp16", FP16)),
+    (("fp32", FP32), ("bf16", BF16), ("fp16", FP16), ("autocast", AUTOCAST)),
     (1, 2),
     (("eager", {}), *((name, {"compile": {**COMPILED["compile"], "scope": scope}}) for name, scope in SCOPES)),
 )
@@ -114,7 +115,9 @@ def test_the_module_stays_what_it_is(stage, precision, accumulation, compiled, w
         for ranks in case.micro_batches(batch):
             engine.backward(engine(ranks[case.rank]))
             engine.step()
-            reference(ranks[case.rank]).backward()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision is AUTOCAST):
+                loss = reference(ranks[case.rank])
+            loss.backward()
     assert heard == expected
     assert engine.module is model
     assert face(model) == before

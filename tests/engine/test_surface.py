@@ -200,3 +200,15 @@ def test_rank_0_alone_prints_and_writes(tmp_path, caplog: pytest.LogCaptureFixtu
     written = {path.name: path.read_text().splitlines() for path in tmp_path.rglob("*.csv")}
     assert {"loss", "lr", "grad_norm"} <= {name.removesuffix(".csv") for name in written}
     assert all(len(content) == 1 + 5 for content in written.values())  # a head, and one line per step by one rank
+
+
+@pytest.mark.world_size(2)
+def test_deepspeed_io_deals_a_data_set_out() -> None:
+    engine = sheer.initialize(model=odd(), config=CONFIG)[0]
+    rank = sheer.testing.rank()
+    ordered = [batch.tolist() for batch in engine.deepspeed_io(list(range(12)), batch_size=3, route="eval")]
+    assert ordered == ([[0, 1, 2], [6, 7, 8]] if rank == 0 else [[3, 4, 5], [9, 10, 11]])
+    shuffled = [batch.tolist() for batch in engine.deepspeed_io(list(range(12)))]
+    everything = engine.axis.gather_objects(shuffled)
+    assert sorted(i for own in everything for batch in own for i in batch) == list(range(12))
+    assert shuffled != [batch.tolist() for batch in engine.deepspeed_io(list(range(12)), route="eval")]
