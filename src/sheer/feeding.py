@@ -1,14 +1,46 @@
-"""How `train_batch` gets its micro-batches, hands them to the module, and finds the loss in what comes back."""
+"""How the engine gets its micro-batches, hands them to the module, and finds the loss in what comes back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sheer.data import ResumableLoader
+from sheer.data import ResumableLoader, build_loader
 from sheer.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    from sheer.comm import Axis
+    from sheer.config import Config
+
+
+def loader(
+    dataset: Any,
+    *,
+    config: Config,
+    axis: Axis,
+    micro_batch: int,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    **other: Any,
+) -> ResumableLoader:
+    """This rank's loader over `dataset` as `config` says; `other` arguments of `build_loader` go before it."""
+    if isinstance(dataset, torch.utils.data.DataLoader):
+        raise DataError(
+            "training_data must be a data set, not a DataLoader: the engine makes the loader, and shards it. Pass "
+            "loader.dataset, and its collate_fn if it has one; or iterate your own loader and leave training_data out"
+        )
+    section = config.data_loader
+    asked = {
+        "shuffle": section.shuffle,
+        "seed": section.seed,
+        "drop_last": config.dataloader_drop_last,
+        "num_workers": section.num_workers,
+        "pin_memory": section.pin_memory,
+    }
+    return build_loader(
+        dataset, micro_batch=micro_batch, rank=axis.rank, world=axis.size, collate_fn=collate_fn, **{**asked, **other}
+    )
 
 
 def checked(data_iter: Iterator[Any]) -> Iterator[Any]:

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from sheer import comm, observe
+from sheer import comm, feeding, observe
 from sheer import device as devices
 from sheer.comm import Axis
 from sheer.compiler import Compiler
 from sheer.config import BatchSizes, Config, resolve_batch
-from sheer.data import ResumableLoader, build_loader
+from sheer.data import ResumableLoader
 from sheer.engine import Engine, Parts
-from sheer.errors import ConfigError, DataError, UsageError
+from sheer.errors import ConfigError, UsageError
 from sheer.monitor import Monitor, build_monitors
 from sheer.observe import Teller
 from sheer.optim.handle import ShardedOptimizer
@@ -128,7 +128,9 @@ def _prepare(given: _Given, config: Config, axis: Axis, device: torch.device) ->
     base = _build_optimizer(module, given.optimizer, given.model_parameters, config)
     loader = None
     if given.training_data is not None:
-        loader = _build_loader(given.training_data, given.collate_fn, config, axis, batch.micro)
+        loader = feeding.loader(
+            given.training_data, config=config, axis=axis, micro_batch=batch.micro, collate_fn=given.collate_fn
+        )
     _say_without_effect(config, teller)
     return _Ready(
         module=module,
@@ -375,26 +377,3 @@ def _build_monitors(config: Config, axis: Axis) -> Any:
     if axis.rank != 0:
         return ()
     return tuple(build_monitors(csv_monitor=config.csv_monitor, tensorboard=config.tensorboard, wandb=config.wandb))
-
-
-def _build_loader(
-    dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, config: Config, axis: Axis, micro_batch: int
-) -> ResumableLoader:
-    if isinstance(dataset, torch.utils.data.DataLoader):
-        raise DataError(
-            "training_data must be a data set, not a DataLoader: the engine makes the loader, and shards it. Pass "
-            "loader.dataset, and its collate_fn if it has one; or iterate your own loader and leave training_data out"
-        )
-    section = config.data_loader
-    return build_loader(
-        dataset,
-        micro_batch=micro_batch,
-        rank=axis.rank,
-        world=axis.size,
-        collate_fn=collate_fn,
-        shuffle=section.shuffle,
-        seed=section.seed,
-        drop_last=config.dataloader_drop_last,
-        num_workers=section.num_workers,
-        pin_memory=section.pin_memory,
-    )

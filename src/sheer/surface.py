@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from sheer import device as devices
-from sheer.data import ResumableLoader, build_loader
+from sheer import feeding
 from sheer.optim.loss_scale import Scaling
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from sheer.comm import Axis
     from sheer.comm import Counters as Traffic
     from sheer.config import BatchSizes, Config
+    from sheer.data import ResumableLoader
     from sheer.layout import Layout
     from sheer.observe import StepResult
     from sheer.optim.loss_scale import LossScale
@@ -295,15 +296,13 @@ class DeepSpeedNames(ABC):
         keeps the order of the data set.
         """
         section = self._config.data_loader
-        return build_loader(
+        return feeding.loader(
             dataset,
+            config=self._config,
+            axis=self._axis,
             micro_batch=self._batch.micro if batch_size is None else batch_size,
-            rank=self._axis.rank,
-            world=self._axis.size,
             collate_fn=collate_fn,
             shuffle=section.shuffle and route == "train" and data_sampler is None,
-            seed=section.seed,
-            drop_last=self._config.dataloader_drop_last,
             num_workers=section.num_workers if num_local_io_workers is None else num_local_io_workers,
             pin_memory=pin_memory or section.pin_memory,
             sampler=data_sampler,

@@ -77,6 +77,7 @@ class Compiler:
         self._root = root = weakref.ref(module)
         self._settings = Settings(resolve(backend), dict(kwargs))
         self._scope = scope
+        self._works: Settings | None = None  # what has been found to work: trying again would compile again
         self._teller = teller
         self._slots: dict[str, Slot] = {}
         self.report = Report(choose(module, scope=scope), teller=teller, survey=_surveyor(root))
@@ -202,9 +203,10 @@ class Compiler:
         self._change(settings)
 
     def _check(self, settings: Settings, *, device: torch.device | None = None) -> None:
-        if settings.compiler_fn is None and not settings.disabled:
+        if settings.compiler_fn is None and not settings.disabled and settings is not self._works:
             device = device or next((p.device for p in self._module().parameters()), None)
             check_backend(settings.backend, kwargs=settings.kwargs, device=device)
+            self._works = settings
 
     def _say_targets(self, module: nn.Module) -> None:
         if self.targets == ("",):

@@ -382,11 +382,6 @@ class FlatOptimizer:
         self.parked = incoming.parked
         self._parked_forms = {piece.key: incoming.forms[piece.key] for piece in incoming.parked if piece.key != MASTER}
 
-    def reset(self) -> None:
-        """Forget all state, as if no step had been taken."""
-        self.base.state.clear()
-        self.parked, self._parked_forms = [], {}
-
     def release(self) -> None:
         """Give the user's optimizer its own parameters back."""
         self.base.state.clear()
