@@ -1,0 +1,34 @@
+"""The only caller of torch.distributed: axes of ranks, lanes that carry collectives, tickets that wait for them.
+
+A `Lane` submits collectives in one order and hands out a `Ticket` for each. Between submit and `Ticket.wait` the
+buffers are leased to the lane: nobody may write what it reads, read what it writes, or free either. `wait` orders the
+*current stream* behind the collective; on NCCL that is no statement about the host, on gloo it happens to be one.
+A big buffer is allocated and freed by the `Arena`, on the compute stream, and only while no lane holds it.
+
+Sums only go over the wire; whoever wants a mean multiplies once afterwards.
+"""
+
+from sheer.comm.arena import Arena
+from sheer.comm.axis import Axis
+from sheer.comm.counters import Counters, Traffic
+from sheer.comm.lane import Lane
+from sheer.comm.mesh import data_axis, destroy_process_group, init_process_group, rank
+from sheer.comm.tickets import Finish, Ticket
+from sheer.comm.transport import GlooTransport, NativeTransport, Transport
+
+__all__ = [
+    "Arena",
+    "Axis",
+    "Counters",
+    "Finish",
+    "GlooTransport",
+    "Lane",
+    "NativeTransport",
+    "Ticket",
+    "Traffic",
+    "Transport",
+    "data_axis",
+    "destroy_process_group",
+    "init_process_group",
+    "rank",
+]

@@ -1,0 +1,86 @@
+"""Work under way: the lease on its buffers, and what a backend's failure is told as."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import torch
+import torch.distributed as dist
+
+from sheer.errors import CommError
+
+Finish = Callable[[], None]
+
+
+class Ticket:
+    """A collective under way. Holds its buffers; `wait` makes the current stream see the result. Idempotent."""
+
+    __slots__ = ("_finish", "_what", "_works", "held")
+
+    def __init__(
+        self, works: Sequence[dist.Work], held: tuple[torch.Tensor, ...], what: str, finish: Finish | None
+    ) -> None:
+        self._works = works
+        self._what = what
+        self._finish = finish
+        self.held = held
+
+    @property
+    def done(self) -> bool:
+        """Whether it has been waited for."""
+        return not self.held
+
+    def wait(self) -> None:
+        """Order the current stream behind this collective and give its buffers back."""
+        if self.done:
+            return
+        with completing(self._what):
+            for work in self._works:
+                work.wait()
+        if self._finish is not None:
+            self._finish()
+        self._works, self._finish, self.held = (), None, ()
+
+    def drop(self) -> None:
+        """Give the buffers back for a result that nobody wants any more, whether or not it comes."""
+        with suppress(CommError):
+            self.wait()
+        self._works, self._finish, self.held = (), None, ()
+
+
+@contextmanager
+def completing(what: str) -> Iterator[None]:
+    """Say which operation it was that the backend could not do, and where to look."""
+    try:
+        yield
+    except CommError:
+        raise
+    except RuntimeError as error:
+        raise CommError(
+            f"{what} did not complete: {error}. A peer has failed, left, or is not taking part in the same operation; "
+            "look for the first error among all ranks, and check that every rank runs the same number of "
+            "forward/backward/step calls."
+        ) from error
+
+
+DONE = Ticket((), (), "nothing", None)
+
+
+def chain(first: Finish | None, second: Finish | None) -> Finish | None:
+    """Both, in order; what is None is left out."""
+    if first is None or second is None:
+        return first or second
+
+    def both() -> None:
+        first()
+        second()
+
+    return both
+
+
+def finished(then: Finish | None) -> Ticket:
+    """The ticket of something that needed no work; `then` has run."""
+    if then is not None:
+        then()
+    return DONE
