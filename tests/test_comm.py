@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sheer.comm import Arena, Axis, Lane, NativeTransport, data_axis
+import sheer.testing
+from sheer.comm import Arena, Axis, Lane, NativeTransport, build_mesh, data_axis
 from sheer.errors import CheckpointError, CommError, UsageError
 
 
@@ -200,3 +201,37 @@ def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="WORLD_SIZE=2 but no RANK"):
         init_process_group(torch.device("cpu"))
+
+
+@pytest.mark.world_size(4, 6)
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_every_axis_of_a_mesh_joins_its_ranks_and_no_others(stages: int, world_size: int) -> None:
+    """Rank = stage * D + data rank; a tie joins the holders of one column."""
+    world = data_axis()
+    ties = [(0, stages - 1), (0, 1, stages - 1)] if stages > 2 else [(0, 1)] if stages == 2 else []
+    if world_size % stages:
+        with pytest.raises(UsageError, match=f"{stages} pipeline stages cannot share {world_size} ranks"):
+            build_mesh(world, stages=stages, ties=ties)
+        return
+    mesh, width = build_mesh(world, stages=stages, ties=ties), world_size // stages
+    stage, column = divmod(world.rank, width)
+    assert (mesh.stages, mesh.stage, mesh.data.rank, mesh.data.size) == (stages, stage, column, width)
+    assert mesh.data.gather_objects(world.rank) == [stage * width + c for c in range(width)]
+    assert mesh.pipe.gather_objects(world.rank) == [s * width + column for s in range(stages)]
+    assert set(mesh.ties) == {holders for holders in ties if stage in holders}
+    for holders, axis in mesh.ties.items():
+        assert axis.gather_objects(world.rank) == [s * width + column for s in holders]
+    assert (mesh.data is world) == (stages == 1)
+    mesh.close()
+
+
+@pytest.mark.world_size(4)
+def test_a_mesh_over_some_of_the_ranks_needs_only_those() -> None:
+    import torch.distributed as dist  # noqa: TID251
+
+    group = dist.new_group([1, 2])
+    if sheer.testing.rank() in (1, 2):
+        mesh = build_mesh(Axis(group), stages=2, ties=[(0, 1)])
+        assert mesh.pipe.gather_objects(sheer.testing.rank()) == [1, 2]
+        assert mesh.ties[0, 1].gather_objects(sheer.testing.rank()) == [1, 2]
+        assert mesh.data.size == 1

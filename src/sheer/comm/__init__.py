@@ -12,7 +12,7 @@ from sheer.comm.arena import Arena
 from sheer.comm.axis import Axis
 from sheer.comm.counters import Counters, Traffic
 from sheer.comm.lane import Lane
-from sheer.comm.mesh import data_axis, destroy_process_group, init_process_group, rank
+from sheer.comm.mesh import Mesh, build_mesh, data_axis, destroy_process_group, init_process_group, rank
 from sheer.comm.tickets import Finish, Ticket
 from sheer.comm.transport import GlooTransport, NativeTransport, Transport
 
@@ -23,10 +23,12 @@ __all__ = [
     "Finish",
     "GlooTransport",
     "Lane",
+    "Mesh",
     "NativeTransport",
     "Ticket",
     "Traffic",
     "Transport",
+    "build_mesh",
     "data_axis",
     "destroy_process_group",
     "init_process_group",

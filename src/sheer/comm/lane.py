@@ -14,9 +14,10 @@ from sheer.comm.transport import GlooTransport, NativeTransport, Transport
 class Lane:
     """Submits collectives of one axis in order. With one rank on the axis every ticket is already done."""
 
-    def __init__(self, axis: Axis) -> None:
+    def __init__(self, axis: Axis, *, counters: Counters | None = None) -> None:
+        """`counters` may be shared with other lanes."""
         self._axis = axis
-        self.counters = Counters()
+        self.counters = Counters() if counters is None else counters
         self._transport: Transport | None = None
         if axis.group is not None and axis.size > 1:
             native = dist.get_backend(axis.group) != "gloo"

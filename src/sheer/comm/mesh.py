@@ -1,9 +1,15 @@
-"""Joining and leaving the process group, and the axes in it."""
+"""Joining and leaving the process group, and the axes of the mesh in it.
+
+W ranks are S pipeline stages times D data-parallel ranks: rank = stage * D + data rank, so that the ranks of one stage,
+which talk most, are neighbours.
+"""
 
 from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -50,3 +56,86 @@ def destroy_process_group() -> None:
     """Leave the default process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The axes of a run. With one stage `data` is `world` itself and `pipe` has one rank."""
+
+    world: Axis
+    """All ranks."""
+    data: Axis
+    """The ranks of this stage, which hold the same parameters and see different samples."""
+    pipe: Axis
+    """The ranks with this data rank, one per stage, in order of stages."""
+    ties: Mapping[tuple[int, ...], Axis]
+    """Stages that share a parameter, this one among them -> their ranks with this data rank."""
+    made: tuple[dist.ProcessGroup, ...] = ()
+    """The groups that were made for it."""
+
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages."""
+        return self.pipe.size
+
+    @property
+    def stage(self) -> int:
+        """This rank's stage."""
+        return self.pipe.rank
+
+    def close(self) -> None:
+        """Leave the groups that were made for this mesh. All ranks do."""
+        for group in self.made:
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+
+
+def build_mesh(world: Axis, *, stages: int = 1, ties: Collection[tuple[int, ...]] = ()) -> Mesh:
+    """The mesh of `stages` stages over `world`; `ties` are the sets of stages that share a parameter.
+
+    Collective on `world`, with equal arguments: every rank makes the groups in one order.
+    """
+    if stages == 1:
+        return Mesh(world, world, Axis(None, name="pipe"), {})
+    if world.size % stages:
+        raise UsageError(
+            f"{stages} pipeline stages cannot share {world.size} ranks equally; start a multiple of {stages} processes"
+        )
+    width = world.size // stages
+    stage = world.rank // width
+    made: list[dist.ProcessGroup] = []
+
+    def axis(name: str, groups: Sequence[Sequence[int]]) -> Axis:
+        mine = [_group(world, ranks) for ranks in groups if world.rank in ranks or _everyone_comes(world)]
+        own = next((group for group in mine if group is not None), None)
+        if own is not None:
+            made.append(own)
+        return Axis(own, name=name)
+
+    rows = [range(s * width, (s + 1) * width) for s in range(stages)]
+    data = axis("data", rows)
+    pipe = axis("pipe", [range(c, world.size, width) for c in range(width)])
+    tied = {
+        holders: axis(f"tie {holders}", [[s * width + c for s in holders] for c in range(width)])
+        for holders in sorted(set(ties))
+        if stage in holders or _everyone_comes(world)
+    }
+    return Mesh(world, data, pipe, {holders: one for holders, one in tied.items() if stage in holders}, tuple(made))
+
+
+def _everyone_comes(world: Axis) -> bool:
+    """Whether `world` is all there is: then every rank must take part in making every group."""
+    return world.group is dist.distributed_c10d._get_default_group()
+
+
+def _group(world: Axis, members: Sequence[int]) -> dist.ProcessGroup | None:
+    """The group of these ranks of `world`, with its timeout; None off it, and for one rank, which needs none."""
+    assert world.group is not None
+    if len(members) == 1:
+        return None
+    ranks = [dist.get_global_rank(world.group, member) for member in members]
+    backend = world.group._get_backend(world.group._device_types[0])
+    group = dist.new_group(
+        ranks, timeout=backend.options._timeout, use_local_synchronization=not _everyone_comes(world)
+    )
+    return group if world.rank in members else None
