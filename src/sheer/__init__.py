@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from sheer import checkpoint, testing, utils
+    from sheer import checkpoint, pipe, testing, utils
     from sheer.config import Config
     from sheer.data import RepeatingLoader
     from sheer.engine import Engine
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from sheer.observe import StepResult
+    from sheer.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
     from sheer.setup import initialize
 
 __all__ = [
@@ -35,13 +36,17 @@ __all__ = [
     "ConfigError",
     "DataError",
     "Engine",
+    "LayerSpec",
+    "PipelineModule",
     "RepeatingLoader",
     "SheerError",
     "StepResult",
+    "TiedLayerSpec",
     "UsageError",
     "__version__",
     "checkpoint",
     "initialize",
+    "pipe",
     "testing",
     "utils",
 ]
@@ -49,11 +54,14 @@ __all__ = [
 _HOMES = {
     "Config": "sheer.config",
     "Engine": "sheer.engine",
+    "LayerSpec": "sheer.pipeline",
+    "PipelineModule": "sheer.pipeline",
     "RepeatingLoader": "sheer.data",
     "StepResult": "sheer.observe",
+    "TiedLayerSpec": "sheer.pipeline",
     "initialize": "sheer.setup",
 } | {name: "sheer.errors" for name in __all__ if name.endswith("Error")}
-_MODULES = frozenset({"checkpoint", "testing", "utils"})
+_MODULES = frozenset({"checkpoint", "pipe", "testing", "utils"})
 
 
 def __getattr__(name: str) -> Any:

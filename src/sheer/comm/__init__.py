@@ -12,7 +12,16 @@ from sheer.comm.arena import Arena
 from sheer.comm.axis import Axis
 from sheer.comm.counters import Counters, Traffic
 from sheer.comm.lane import Lane
-from sheer.comm.mesh import Mesh, build_mesh, data_axis, destroy_process_group, init_process_group, rank
+from sheer.comm.mesh import (
+    Mesh,
+    build_mesh,
+    data_axis,
+    destroy_process_group,
+    init_process_group,
+    is_initialized,
+    rank,
+    world_size,
+)
 from sheer.comm.tickets import Finish, Ticket
 from sheer.comm.transport import GlooTransport, NativeTransport, Transport
 
@@ -32,5 +41,7 @@ __all__ = [
     "data_axis",
     "destroy_process_group",
     "init_process_group",
+    "is_initialized",
     "rank",
+    "world_size",
 ]

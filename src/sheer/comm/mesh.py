@@ -42,9 +42,19 @@ def init_process_group(device: torch.device, *, timeout: float | None = None) ->
     return True
 
 
+def is_initialized() -> bool:
+    """Whether this process has joined a process group."""
+    return dist.is_initialized()
+
+
 def rank() -> int:
     """This process's rank of all, as the process group or else the launcher says; 0 alone."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """How many processes there are, as the process group or else the launcher says; 1 alone."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def data_axis() -> Axis:

@@ -1,0 +1,5 @@
+"""Grids of ranks under DeepSpeed's names."""
+
+from sheer.pipeline.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
+
+__all__ = ["PipeDataParallelTopology", "PipeModelDataParallelTopology", "ProcessTopology"]
