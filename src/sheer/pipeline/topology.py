@@ -54,7 +54,8 @@ class ProcessTopology:
         for dim in reversed(self.dims):
             rank, place = divmod(rank, dim)
             places.append(place)
-        return namedtuple("Coordinate", self.axes)(*reversed(places))
+        coordinate: Any = namedtuple("Coordinate", self.axes)
+        return coordinate(*reversed(places))
 
     def get_rank_repr(
         self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
