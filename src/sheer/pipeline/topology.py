@@ -54,7 +54,7 @@ class ProcessTopology:
         for dim in reversed(self.dims):
             rank, place = divmod(rank, dim)
             places.append(place)
-        coordinate: Any = namedtuple("Coordinate", self.axes)
+        coordinate: Any = namedtuple("Coordinate", self.axes)  # type: ignore[misc]
         return coordinate(*reversed(places))
 
     def get_rank_repr(
