@@ -6,6 +6,7 @@ BIN    := $(VENV)/bin
 # CUDA; for the much smaller one: make demo TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
 TORCH  ?= torch==2.13.0
 STAMP  := $(VENV)/.sheer-setup
+PEERS  := $(VENV)/.sheer-bench
 
 .PHONY: setup demo test check fmt bench docs clean
 
@@ -41,8 +42,14 @@ fmt: setup
 docs: setup
 	$(BIN)/python -m sheer.config.docs docs/config.md
 
-bench: setup
-	$(BIN)/python benchmarks/step.py $(ARGS)
+# DeepSpeed's setup imports torch, so it is built in this environment, and without its kernels.
+$(PEERS): $(STAMP)
+	$(BIN)/python -m pip install --quiet setuptools wheel ninja hatchling editables
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[bench]'
+	touch $(PEERS)
+
+bench: $(PEERS)
+	$(BIN)/python -m benchmarks $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

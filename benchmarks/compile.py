@@ -2,7 +2,7 @@
 
     python benchmarks/compile.py [--rounds N] [--only starts|calls]
 
-Starts: each in a fresh process, the first forward and backward of the benchmark GPT (six equal blocks, see step.py)
+Starts: each in a fresh process, the first forward and backward of the benchmark GPT (six equal blocks)
 with inductor; cold with an empty cache folder, then warm. Before it compiling is switched on, which tries the backend
 and so makes what the machine's toolchain needs once per folder (precompiled headers). Of the first step, about a second
 is inductor's own in every process, whatever it compiles.
@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.step import gpt
 from examples.gpt import GPT, GPTConfig
 
+from benchmarks.workloads import gpt
 from sheer.compiler import Compiler
 from sheer.observe import Teller
 

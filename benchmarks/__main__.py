@@ -1,0 +1,128 @@
+"""One command: every suite, its table, and `docs/benchmarks.md` written from them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from benchmarks import report, step
+from benchmarks.report import Result
+from benchmarks.step import Race
+
+
+class Effort(NamedTuple):
+    """How much of it."""
+
+    quick: bool
+    only: tuple[str, ...]
+    rounds: int | None
+
+
+class Suite(NamedTuple):
+    """One table of the page."""
+
+    title: str
+    run: Callable[[Effort], Result]
+    quick: bool = False
+    """Whether `--quick` runs it too."""
+
+
+def _race(full: Race, quick: Race, effort: Effort) -> Result:
+    race = quick if effort.quick else full
+    if effort.rounds is not None:
+        race = race._replace(rounds=effort.rounds)
+    return step.run(race, only=effort.only, quick=effort.quick)
+
+
+SUITES: dict[str, Suite] = {
+    "step-gpt": Suite(
+        "A GPT of 14 M parameters, eager",
+        partial(_race, Race("gpt", rounds=11), Race("gpt", rounds=3, steps=1)),
+        quick=True,
+    ),
+    "step-gpt-compiled": Suite(
+        "A GPT of 14 M parameters, both sides compiled",
+        partial(_race, Race("gpt", compiled=True, rounds=11), Race("gpt", compiled=True, rounds=3, steps=1)),
+    ),
+    "step-mlp": Suite(
+        "100 Linear layers of width 64, two ranks",
+        partial(_race, Race("mlp", rounds=15, steps=20), Race("mlp", rounds=3, steps=5)),
+    ),
+    "step-conv": Suite(
+        "A convolutional net with batch norm, two ranks",
+        partial(_race, Race("conv", rounds=15, steps=10), Race("conv", rounds=3, steps=5)),
+    ),
+    "step-small": Suite(
+        "40 Linear layers of width 32, one rank",
+        partial(_race, Race("small", ranks=1, rounds=25, steps=40), Race("small", ranks=1, rounds=9, steps=20)),
+        quick=True,
+    ),
+}
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("suites", nargs="*", help=f"which; all by default: {', '.join(SUITES)}")
+    parser.add_argument("--quick", action="store_true", help="a look in three minutes; writes nothing unless --write")
+    parser.add_argument(
+        "--only", nargs="+", default=[], help="contenders whose name contains one of these (and the raw loop)"
+    )
+    parser.add_argument("--rounds", type=int, help="of every race")
+    parser.add_argument("--write", action=argparse.BooleanOptionalAction, help="the page and the picture")
+    parser.add_argument("--json", type=Path, help="raw samples go there")
+    arguments = parser.parse_args()
+    for name in arguments.suites:
+        if name not in SUITES:
+            parser.error(f"no suite {name!r}; there are {', '.join(SUITES)}")
+    if arguments.write is None:
+        arguments.write = not arguments.quick and not arguments.only
+    return arguments
+
+
+def _show(name: str, result: Result, *, write: bool) -> None:
+    print("\n".join(result.lines), flush=True)
+    if not write:
+        return
+    lines = [f"    make bench ARGS={name}", "", *result.lines]
+    if result.bars:
+        picture = report.DOCS / f"bench-{name}.svg"
+        picture.write_text(report.picture(SUITES[name].title + ", x raw loop", result.bars))
+        lines += ["", f"![{SUITES[name].title}]({picture.name})"]
+    report.write(name, lines)
+    report.write("machine", report.machine())
+
+
+def main() -> int:
+    arguments = _arguments()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    effort = Effort(arguments.quick, tuple(arguments.only), arguments.rounds)
+    names = arguments.suites or [name for name, suite in SUITES.items() if suite.quick or not effort.quick]
+    print("\n".join(report.machine()))
+    samples, wrong = {}, []
+    for name in names:
+        print(f"\n## {SUITES[name].title} ({name})\n", flush=True)
+        begin = time.perf_counter()
+        result = SUITES[name].run(effort)
+        _show(name, result, write=arguments.write)
+        print(f"\n({time.perf_counter() - begin:.0f} s)", flush=True)
+        samples[name] = result.samples
+        wrong += [f"{name}: {one}" for one in result.wrong]
+    if arguments.json:
+        arguments.json.write_text(json.dumps(samples))
+    if wrong:
+        print("\nnot measured, see the tables: " + "; ".join(wrong))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

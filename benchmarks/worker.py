@@ -1,0 +1,82 @@
+"""One rank of one contender: builds what it is told to, trains when it is its turn, and sleeps in between.
+
+Commands come as lines of JSON on standard input, answers go as lines of JSON to a descriptor of their own, because
+peers print. When the input ends the process ends. Started by ring.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from typing import Any, TextIO
+
+import torch
+
+from benchmarks.contenders import CONTENDERS, Job, Trainer
+from benchmarks.sockets import bytes_sent
+from benchmarks.workloads import data, make
+
+
+class Worker:
+    """Answers commands; the methods without underscore are the commands."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._trainer: Trainer | None = None
+
+    def build(self, *, workload: str, compiled: bool, accumulation: int) -> dict[str, Any]:
+        """Start from the common weights and data; returns the seconds of building, without the model's own."""
+        made = make(workload)
+        self._source = data(made, torch.distributed.get_rank())
+        self._accumulation = accumulation
+        begin = time.perf_counter()
+        self._trainer = CONTENDERS[self._name].build(Job(made.model, compiled, accumulation))
+        return {"seconds": time.perf_counter() - begin}
+
+    def turn(self, *, steps: int) -> dict[str, Any]:
+        """Train: seconds and bytes sent per step, and every loss. Data are made before the clock starts."""
+        assert self._trainer is not None
+        batches = [self._source(self._accumulation) for _ in range(steps)]
+        torch.distributed.barrier()
+        sent, start = bytes_sent(), time.perf_counter()
+        losses = [self._trainer.step(batch) for batch in batches]
+        sent_after = bytes_sent()
+        torch.distributed.barrier()
+        seconds = (time.perf_counter() - start) / steps
+        return {"seconds": seconds, "sent": (sent_after - sent) / steps, "losses": [float(loss) for loss in losses]}
+
+    def close(self) -> dict[str, Any]:
+        """Let go of what was built."""
+        if self._trainer is not None:
+            self._trainer.close()
+        self._trainer = None
+        torch._dynamo.reset()
+        return {}
+
+
+def _serve(worker: Worker, answers: TextIO) -> None:
+    for line in sys.stdin:
+        command, arguments = json.loads(line)
+        try:
+            answer = getattr(worker, command)(**arguments)
+        except Exception as error:
+            traceback.print_exc()
+            said = str(error).strip().splitlines() or [""]
+            answer = {"error": f"{type(error).__name__}: {said[0]}"}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def main() -> None:
+    name, descriptor = sys.argv[1], int(sys.argv[2])
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    with os.fdopen(descriptor, "w") as answers:
+        _serve(Worker(name), answers)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
