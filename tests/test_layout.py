@@ -104,8 +104,8 @@ def test_buckets_are_of_one_kind_and_bounded(planned) -> None:
     by_name = {spec.fqn: spec for spec in specs}
     for index, bucket in enumerate(plan.buckets):
         assert bucket.index == index
-        kinds = {(by_name[s.fqn].dtype, by_name[s.fqn].grad_dtype, by_name[s.fqn].group) for s in bucket.slots}
-        assert kinds == {tuple(bucket.key)}
+        specs_here = [by_name[slot.fqn] for slot in bucket.slots]
+        assert {(s.dtype, s.grad_dtype, s.group, s.tie) for s in specs_here} == {tuple(bucket.key)}
         used = sum(layout.align(slot.numel) for slot in bucket.slots)
         assert used <= limit or len([slot for slot in bucket.slots if slot.numel]) == 1
         assert bucket.numel < used + ALIGNMENT * plan.world or used == 0
@@ -195,3 +195,16 @@ def test_overlap(a: int, b: int, c: int, d: int) -> None:
     found = layout.overlap(Interval(a, b), Interval(c, d))
     expected = sorted(set(range(a, b)) & set(range(c, d)))
     assert list(range(*found)) == expected if found is not None else not expected
+
+
+@given(parameters(), st.lists(parameters(), min_size=2, max_size=2), st.integers(1, 5), st.integers(1, 5000), st.data())
+def test_stages_that_share_parameters_cut_them_alike(shared, others, world, limit, data) -> None:
+    """Whatever else a stage holds, in whatever order: the shards of shared parameters are the same on all holders."""
+    shared = [spec._replace(fqn=f"tied.{spec.fqn}", tie=(0, 3)) for spec in shared]
+    cut = []
+    for own in others:
+        specs = data.draw(st.permutations([*shared, *own]))
+        plan = layout.plan(specs, stage=STAGES[2], world=world, limit=limit)
+        cut.append({(bucket.key, bucket.slots, bucket.numel) for bucket in plan.buckets if bucket.key.tie})
+        assert all(bool(bucket.key.tie) == s.fqn.startswith("tied.") for bucket in plan.buckets for s in bucket.slots)
+    assert cut[0] == cut[1]

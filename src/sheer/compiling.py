@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sheer.errors import UsageError
 
 if TYPE_CHECKING:
-    from sheer.comm import Axis
+    from sheer.comm import Mesh
     from sheer.compiler import Compiler, Report
 
 
@@ -20,7 +20,7 @@ class CompileVerbs(ABC):
     calls; where one fails, all raise and nothing has changed.
     """
 
-    _axis: Axis
+    _mesh: Mesh
     _compiler: Compiler
 
     def compile(
@@ -49,7 +49,7 @@ class CompileVerbs(ABC):
 
     def _change(self, doing: str, **asked: Any) -> None:
         """All ranks find that it works before any changes."""
-        settings = self._axis.together(lambda: self._compiler.checked(**asked), doing=doing)
+        settings = self._mesh.world.together(lambda: self._compiler.checked(**asked), doing=doing)
         self._compiler.apply(settings)
 
     def uncompile(self) -> None:

@@ -17,13 +17,13 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils import _pytree
 
 from sheer import feeding, persist, planning, statistics
-from sheer.comm import Axis
+from sheer.comm import Mesh
 from sheer.compiler import Compiler
 from sheer.compiling import CompileVerbs
 from sheer.config import BatchSizes, Config
 from sheer.data import ResumableLoader
 from sheer.errors import UsageError
-from sheer.layout import Placement
+from sheer.layout import Placement, Split
 from sheer.monitor import Monitor
 from sheer.observe import StepResult, Teller
 from sheer.optim.flat import FlatOptimizer
@@ -41,7 +41,8 @@ class Parts(NamedTuple):
     module: torch.nn.Module
     config: Config
     batch: BatchSizes
-    axis: Axis
+    mesh: Mesh
+    split: Split
     device: torch.device
     base_optimizer: torch.optim.Optimizer | None
     group_of: Mapping[str, int]
@@ -59,7 +60,7 @@ class Engine(CompileVerbs, DeepSpeedNames):
     """Trains `module`, which stays the user's object. Built by `sheer.initialize`.
 
     All ranks make the same calls in the same order: `engine(...)`, `backward`, `step`, saves and loads are collective
-    on the data axis.
+    on all ranks.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -71,7 +72,8 @@ class Engine(CompileVerbs, DeepSpeedNames):
         self.counters = Counters()
         self._config = parts.config
         self._batch = parts.batch
-        self._axis = parts.axis
+        self._mesh = parts.mesh
+        self._split = parts.split
         self._group_of = parts.group_of
         self._base = parts.base_optimizer
         self._scale = parts.loss_scale
@@ -89,7 +91,7 @@ class Engine(CompileVerbs, DeepSpeedNames):
         self._trouble_told = False  # the compile report has been printed
         self._alive = True
         self._own_iterator: Iterator[Any] | None = None
-        self._params, self._ties = names_and_ties(parts.module)
+        self._params, self._ties = names_and_ties(parts.module, parts.split)
         self._islands = planning.fp32_islands(parts.module)
         self._flags = self._trainable_now()
         self._plan = planning.build(self._params, base=self._base, **self._circumstances())
@@ -102,7 +104,8 @@ class Engine(CompileVerbs, DeepSpeedNames):
             "config": self._config,
             "group_of": self._group_of,
             "islands": self._islands,
-            "axis": self._axis,
+            "split": self._split,
+            "mesh": self._mesh,
             "device": self.device,
         }
 
@@ -118,12 +121,12 @@ class Engine(CompileVerbs, DeepSpeedNames):
 
     def _replan(self) -> None:
         """Parameters were frozen or unfrozen: new buckets, every state kept under its parameter's name."""
-        self._flags = self._trainable_now()
         self._runtime.heed_user()
         traffic = self.traffic
         self._plan = planning.rebuild(self._plan, self._params, **self._circumstances())
+        self._flags = self._trainable_now()
         self._runtime = self._plan.runtime
-        self._runtime.lane.counters = traffic  # goes on
+        self._runtime.count_on(traffic)
         self._attach()
         self._teller.info(f"requires_grad changed: {sum(self._flags)} of {len(self._flags)} parameters train now")
 
@@ -253,7 +256,7 @@ class Engine(CompileVerbs, DeepSpeedNames):
         """Tell the runtime whether the next backward reduces, and what makes its sum a mean."""
         each_time = self._plan.layout.stage.grad is Placement.SHARDED
         self._runtime.reducing = self._syncing and (each_time or self.is_gradient_accumulation_boundary())
-        ranks = self._axis.size if self._config.gradient_allreduce_op == "mean" else 1
+        ranks = self._mesh.data.size if self._config.gradient_allreduce_op == "mean" else 1
         self._runtime.mean_factor = 1.0 / (ranks * self._averaged_over(micro_batches))
 
     def _averaged_over(self, micro_batches: int | None = None) -> int:
@@ -378,7 +381,7 @@ class Engine(CompileVerbs, DeepSpeedNames):
                 f"the data of {len(adopted)} parameters ({adopted[0]!r}, ...) was replaced; values taken over",
             )
         scale = 1.0 if self._scale is None else self._scale.scale
-        stats = statistics.gather(self._runtime, self._losses, micro_batches)
+        stats = statistics.gather(self._runtime, self._plan.census, self._losses, micro_batches)
         self._require_gradients(stats.unused)
         norm = stats.square_sum.sqrt() / scale
         lrs = tuple(float(group["lr"]) for group in optimizer.base.param_groups)
@@ -387,7 +390,7 @@ class Engine(CompileVerbs, DeepSpeedNames):
             self._report_overflow()
         else:
             self._apply(optimizer, norm, scale, stats.unused)
-        samples = self._batch.micro * self._axis.size * micro_batches
+        samples = self._batch.micro * self._mesh.data.size * micro_batches
         fresh = micro_batches - self._window
         result = StepResult(
             step=self.counters.advance(skipped=skipped, samples=samples, micro_batches=fresh),
@@ -407,7 +410,7 @@ class Engine(CompileVerbs, DeepSpeedNames):
 
     def _require_gradients(self, unused: frozenset[str]) -> None:
         """Every rank knows what no rank used, so all refuse together a step that would only move the counters."""
-        if len(unused) == sum(len(grad.flat.params) for grad in self._runtime.grads):
+        if len(unused) == len(self._plan.census.names):
             self._forget()
             raise UsageError(
                 "step without gradients: no parameter has one on any rank. Call engine.backward(loss) before step, and "
@@ -502,11 +505,11 @@ class Engine(CompileVerbs, DeepSpeedNames):
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the samples per step by changing the accumulation; from the next step on."""
-        per_micro_batch = self._batch.micro * self._axis.size
+        per_micro_batch = self._batch.micro * self._mesh.data.size
         if train_batch_size < per_micro_batch or train_batch_size % per_micro_batch:
             raise UsageError(
                 f"set_train_batch_size({train_batch_size}): not a multiple of micro-batch {self._batch.micro} x "
-                f"{self._axis.size} ranks = {per_micro_batch}"
+                f"{self._mesh.data.size} ranks = {per_micro_batch}"
             )
         self._require_between_steps("set_train_batch_size")
         self._batch = BatchSizes(train_batch_size, self._batch.micro, train_batch_size // per_micro_batch)
@@ -518,7 +521,7 @@ class Engine(CompileVerbs, DeepSpeedNames):
             raise UsageError(f"set_train_micro_batch_size({micro_batch_size}): at least 1 is needed")
         self._require_between_steps("set_train_micro_batch_size")
         accumulation = self._batch.accumulation
-        train = micro_batch_size * accumulation * self._axis.size
+        train = micro_batch_size * accumulation * self._mesh.data.size
         self._batch = BatchSizes(train, micro_batch_size, accumulation)
         self._arm()
 
@@ -542,7 +545,7 @@ class Engine(CompileVerbs, DeepSpeedNames):
 
         False where no rank has any; nothing is done then, unless it is `to_write` them.
         """
-        there = any(self._axis.gather_objects(self._runtime.dirty))
+        there = any(self._mesh.data.gather_objects(self._runtime.dirty))
         if there or to_write:
             self._reduce(self._window + 1)
         return there

@@ -104,6 +104,8 @@ class ParamSpec(NamedTuple):
     """The dtype its gradient is accumulated in."""
     group: int | None
     """Index of its optimizer group; None when it is frozen or in no group, so that nothing updates it."""
+    tie: tuple[int, ...] = ()
+    """The pipeline stages that hold it, where it is more than one."""
 
     @property
     def numel(self) -> int:
@@ -117,6 +119,7 @@ class BucketKey(NamedTuple):
     dtype: torch.dtype
     grad_dtype: torch.dtype
     group: int | None
+    tie: tuple[int, ...] = ()
 
 
 class Slot(NamedTuple):
@@ -154,6 +157,17 @@ class Piece(NamedTuple):
     stop: int
     bucket: int
     offset: int
+
+
+class Split(NamedTuple):
+    """What of a model is held here, as names go. A plain model is a split into one stage."""
+
+    stages: int = 1
+    stage: int = 0
+    canonical: Mapping[str, str] = MappingProxyType({})
+    """Local name -> the parameter's own name, where they differ: at the later places of a tied parameter."""
+    tied: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    """Own name -> the stages that hold it, in order, where it is more than one. The first one counts and saves it."""
 
 
 def overlap(a: Interval, b: Interval) -> Interval | None:
@@ -237,15 +251,17 @@ def plan(params: Sequence[ParamSpec], *, stage: Stage, world: int, limit: int) -
     """Place `params` (in order of use) into buckets of at most `limit` elements, in reverse order of use.
 
     A parameter larger than `limit` has a bucket of its own. Pure and deterministic: every rank that passes the same
-    arguments gets the same layout.
+    arguments gets the same layout. Buckets of parameters that several pipeline stages hold depend on nothing else, so
+    that all of these stages cut them alike.
     """
     filling: dict[BucketKey, list[ParamSpec]] = {}
     sizes: dict[BucketKey, int] = {}
     closed: list[tuple[BucketKey, list[ParamSpec]]] = []
-    for spec in reversed(params):
-        key = BucketKey(spec.dtype, spec.grad_dtype, spec.group)
+    tied = sorted((spec for spec in params if spec.tie), key=lambda spec: spec.fqn)
+    for spec in [*tied, *(spec for spec in reversed(params) if not spec.tie)]:
+        key = BucketKey(spec.dtype, spec.grad_dtype, spec.group, spec.tie)
         size = align(spec.numel)
-        if key in filling and sizes[key] + size > limit:
+        if key in filling and sizes[key] + size > (MAX_BUCKET_NUMEL if key.tie else limit):
             closed.append((key, filling.pop(key)))
         if key not in filling:
             filling[key], sizes[key] = [], 0
@@ -253,7 +269,7 @@ def plan(params: Sequence[ParamSpec], *, stage: Stage, world: int, limit: int) -
         sizes[key] += size
     order = {spec.fqn: position for position, spec in enumerate(reversed(params))}
     closed.extend(filling.items())
-    closed.sort(key=lambda item: order[item[1][-1].fqn])
+    closed.sort(key=lambda item: max(order[spec.fqn] for spec in item[1]))
     return Layout(stage, world, tuple(_lay_out(i, key, specs, world) for i, (key, specs) in enumerate(closed)))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -90,18 +90,20 @@ def save(
     save_latest: bool,
     exclude_frozen: bool,
 ) -> None:
-    """Write a checkpoint. Collective on the data axis."""
-    axis, section = parts.plan.runtime.axis, parts.config.checkpoint
+    """Write a checkpoint. Collective on all ranks."""
+    mesh, section = parts.plan.runtime.mesh, parts.config.checkpoint
+    axis = mesh.world
     axis.assemble("save_checkpoint", timeout=section.timeout_seconds)
-    buffers = persistent_buffers(parts.module)
-    frozen = sorted(fqn for fqn, param in parts.params.items() if not param.requires_grad)
-    without = frozenset(frozen) if exclude_frozen else frozenset[str]()
+    everything = _of_all_stages(parts)
+    without = frozenset(everything.frozen) if exclude_frozen else frozenset[str]()
 
     def prepare() -> _Prepared:
         parts.plan.runtime.heed_user()
-        shards = shards_to_save(parts.plan.runtime, parts.plan.optimizer, buffers, without=without)
-        return _Prepared(shards, _state(parts, client_state))
+        tensors = {fqn: tensor for fqn, tensor in buffers.items() if everything.holders[fqn] == mesh.stage}
+        shards = shards_to_save(parts.plan.runtime, parts.plan.optimizer, tensors, without=without)
+        return _Prepared(shards, {**_state(parts, client_state), "extra_state": everything.extra_state})
 
+    buffers = persistent_buffers(parts.module).tensors
     prepared = checkpoint.together(axis, "save_checkpoint", prepare)
     forms = {} if parts.plan.optimizer is None else merged_forms(parts.plan.optimizer, axis)
     checkpoint.save(
@@ -110,8 +112,9 @@ def save(
         shards=prepared.shards,
         facts={
             **_facts(parts, forms),
-            "ties": {**parts.ties, **buffers.ties},
-            "frozen": frozen,
+            "groups": everything.groups,
+            "ties": everything.ties,
+            "frozen": sorted(everything.frozen),
             "left_out": sorted(without),
         },
         state=prepared.state,
@@ -120,6 +123,38 @@ def save(
         save_latest=save_latest,
         keep_last=section.keep_last,
         timeout=section.timeout_seconds,
+    )
+
+
+class _Names(NamedTuple):
+    """What one stage, or all, have by name."""
+
+    ties: dict[str, str]
+    groups: dict[str, int]
+    frozen: set[str]
+    holders: dict[str, int]
+    """Buffer -> the first stage that has it, which saves it."""
+    extra_state: dict[str, Any]
+
+
+def _of_all_stages(parts: SavedParts) -> _Names:
+    """Collective on the pipe axis."""
+    mesh, buffers = parts.plan.runtime.mesh, persistent_buffers(parts.module)
+    mine = _Names(
+        ties={**parts.ties, **buffers.ties},
+        groups={fqn: group for fqn, group in parts.groups.items() if fqn in parts.params},
+        frozen={fqn for fqn, param in parts.params.items() if not param.requires_grad},
+        holders=dict.fromkeys(buffers.tensors, mesh.stage),
+        extra_state=_extra_state(parts.module),
+    )
+    told: list[_Names] = mesh.pipe.gather_objects(mine)
+    told.reverse()  # the first stage has the last word
+    return _Names(
+        ties={alias: fqn for stage in told for alias, fqn in stage.ties.items()},
+        groups={fqn: group for stage in told for fqn, group in stage.groups.items()},
+        frozen={fqn for stage in told for fqn in stage.frozen},
+        holders={fqn: holder for stage in told for fqn, holder in stage.holders.items()},
+        extra_state={fqn: extra for stage in told for fqn, extra in stage.extra_state.items()},
     )
 
 
@@ -135,12 +170,12 @@ def _facts(parts: SavedParts, forms: Mapping[str, str]) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "run": {
             "stage": config.zero_optimization.stage,
-            "world": parts.plan.runtime.axis.size,
+            "world": parts.plan.runtime.mesh.world.size,
+            "pipeline_stages": parts.plan.runtime.mesh.stages,
             "precision": "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else "as given",
             "compiled": config.compile.enabled,
             "module": type(parts.module).__qualname__,
         },
-        "groups": {fqn: group for fqn, group in parts.groups.items() if fqn in parts.params},
     }
     if parts.plan.optimizer is not None:
         facts["optimizer"] = {"class": type(parts.plan.optimizer.base).__name__, "forms": dict(forms)}
@@ -206,13 +241,15 @@ class _Opened:
 def load(
     parts: SavedParts, root: str | os.PathLike[str], *, tag: str | None, wish: Wish, custom: Callable[..., Any] | None
 ) -> Loaded | None:
-    """Load a checkpoint into a running engine's parts; None where there is none. Collective on the data axis."""
+    """Load a checkpoint into a running engine's parts; None where there is none. Collective on all ranks."""
     opened = _open(parts, root, tag)
     if opened is None:
         parts.teller.warn(f"load_checkpoint: there is no checkpoint in {root}; nothing was loaded")
         return None
-    axis, doing = parts.plan.runtime.axis, f"loading checkpoint {opened.index.directory}"
-    checkpoint.together(axis, doing, lambda: _check_fits(parts, opened, wish))
+    mesh, doing = parts.plan.runtime.mesh, f"loading checkpoint {opened.index.directory}"
+    axis = mesh.world
+    modules = set[str]().union(*mesh.pipe.gather_objects({fqn for fqn, _ in parts.module.named_modules()}))
+    checkpoint.together(axis, doing, lambda: _check_fits(parts, opened, wish, modules))
     checkpoint.together(axis, doing, parts.plan.runtime.heed_user)
     before = _state(parts, {})
     changed = _changed_settings(parts, opened.state) if wish.optimizer else []
@@ -231,7 +268,7 @@ def load(
 
 
 def _open(parts: SavedParts, root: str | os.PathLike[str], tag: str | None) -> _Opened | None:
-    axis, timeout = parts.plan.runtime.axis, parts.config.checkpoint.timeout_seconds
+    axis, timeout = parts.plan.runtime.mesh.world, parts.config.checkpoint.timeout_seconds
     axis.assemble("load_checkpoint", timeout=timeout)
     if tag is None and not checkpoint.on_first(axis, "load_checkpoint", lambda: checkpoint.find(root) is not None):
         return None
@@ -251,7 +288,6 @@ def _load_by_hand(parts: SavedParts, index: Index, custom: Callable[..., Any]) -
 
 def _load_tensors(parts: SavedParts, index: Index, wish: Wish, *, module: bool) -> None:
     runtime, flat = parts.plan.runtime, parts.plan.optimizer
-    axis = runtime.axis
     buffers = persistent_buffers(parts.module)
     ties = {**parts.ties, **buffers.ties}
     buffer_shards, landings = wanted_buffers(buffers)
@@ -260,7 +296,7 @@ def _load_tensors(parts: SavedParts, index: Index, wish: Wish, *, module: bool) 
     if wish.optimizer and flat is not None:
         forms = index.facts.get("optimizer", {}).get("forms", {})
         saved = saved_optimizer_states(index, parts.params, ties, forms)
-        incoming = flat.blank(saved, forms, rank=axis.rank, world=axis.size)
+        incoming = flat.blank(saved, forms, rank=runtime.axis.rank, world=runtime.axis.size)
         fresh = optimizer_shards(incoming.pieces)
         kinds |= {kind for kind in index.kinds if kind.startswith(OPTIM)}
     left_out = set(index.facts.get("left_out", ()))
@@ -268,7 +304,7 @@ def _load_tensors(parts: SavedParts, index: Index, wish: Wish, *, module: bool) 
         index,
         wanted=wanted,
         fresh=fresh,
-        axis=axis,
+        axis=runtime.mesh.world,
         kinds=kinds,
         ties=ties,
         allow_missing=(lambda key: key.name in left_out) if wish.strict else True,
@@ -281,8 +317,9 @@ def _load_tensors(parts: SavedParts, index: Index, wish: Wish, *, module: bool) 
     runtime.publish_all()
 
 
-def _check_fits(parts: SavedParts, opened: _Opened, wish: Wish) -> None:
-    """Refuse before anything changes what would fail, or be misread, while it is restored."""
+def _check_fits(parts: SavedParts, opened: _Opened, wish: Wish, modules: Collection[str]) -> None:
+    """Refuse before anything changes what would fail, or be misread, while it is restored. `modules` are those of all
+    stages."""
     index, state, flat = opened.index, opened.state, parts.plan.optimizer
     if wish.optimizer and flat is not None:
         _check_same_optimizer(index, flat)
@@ -291,12 +328,11 @@ def _check_fits(parts: SavedParts, opened: _Opened, wish: Wish) -> None:
         _check_same_scheduler(index, state, parts.scheduler)
     if wish.run and parts.loader is not None and "loader" in state:
         parts.loader.check_state(state["loader"])
-    here = dict(parts.module.named_modules())
-    gone = next((fqn for fqn in state["extra_state"] if fqn not in here), None)
+    gone = next((fqn for fqn in state["extra_state"] if fqn not in modules), None)
     if gone is not None and wish.strict:
         raise CheckpointError(
             f"the checkpoint has extra state (get_extra_state) of module {gone!r}, which this model does not have."
-            f"{did_you_mean(gone, here)} Load with load_module_strict=False to leave it out."
+            f"{did_you_mean(gone, modules)} Load with load_module_strict=False to leave it out."
         )
 
 
@@ -394,7 +430,7 @@ def _tell(parts: SavedParts, opened: _Opened, changed: list[str], wish: Wish) ->
         )
     if wish.optimizer and parts.plan.optimizer is not None and "groups" not in opened.state:
         parts.teller.warn("load_checkpoint: the checkpoint has no optimizer state; the optimizer starts afresh")
-    world, size = opened.index.content.world, parts.plan.runtime.axis.size
+    world, size = opened.index.content.world, parts.plan.runtime.mesh.world.size
     if wish.run and world < size:
         who = f"rank {world} keeps its" if size == world + 1 else f"ranks {world} to {size - 1} keep their"
         parts.teller.warn(f"load_checkpoint: it was saved by fewer ranks ({world}), so {who} own random state")

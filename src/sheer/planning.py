@@ -9,10 +9,10 @@ import torch
 
 from sheer import layout as layouts
 from sheer import restate
-from sheer.comm import Axis
+from sheer.comm import Axis, Mesh
 from sheer.config import Config
 from sheer.errors import UsageError
-from sheer.layout import Layout, ParamSpec, Placement
+from sheer.layout import Layout, ParamSpec, Placement, Split
 from sheer.optim.flat import (
     MASTER,
     FlatOptimizer,
@@ -25,8 +25,10 @@ from sheer.optim.flat import (
     form_of,
     needs_whole_tensors,
 )
+from sheer.statistics import Census, take
 from sheer.zero import LOW_PRECISION, Wiring, ZeroRuntime
 
+WHOLE = Split()
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -36,6 +38,7 @@ class Plan(NamedTuple):
     layout: Layout
     runtime: ZeroRuntime
     optimizer: FlatOptimizer | None
+    census: Census
 
 
 def fp32_islands(module: torch.nn.Module) -> frozenset[str]:
@@ -59,11 +62,15 @@ def make_layout(
     config: Config,
     group_of: Mapping[str, int],
     islands: frozenset[str] = frozenset(),
+    split: Split = WHOLE,
     world: int,
 ) -> Layout:
     """Where each piece of `params` lives; `islands` keep their dtype. Pure: no process group."""
     section = config.zero_optimization
-    specs = [_spec(fqn, param, config, group_of, keep=fqn in islands) for fqn, param in params.items()]
+    specs = [
+        _spec(fqn, param, config, group_of, keep=fqn in islands)._replace(tie=split.tied.get(fqn, ()))
+        for fqn, param in params.items()
+    ]
     limit = layouts.bucket_limit(sum(spec.numel for spec in specs), section.reduce_bucket_size)
     return layouts.plan(specs, stage=layouts.STAGES[section.stage], world=world, limit=limit)
 
@@ -93,24 +100,31 @@ def build(
     group_of: Mapping[str, int],
     islands: frozenset[str],
     base: torch.optim.Optimizer | None,
-    axis: Axis,
+    split: Split,
+    mesh: Mesh,
     device: torch.device,
 ) -> Plan:
-    """Lay `params` out and make it run. Collective: parameters become rank 0's.
+    """Lay `params` out and make it run. Collective on all ranks: parameters become the first rank's of each stage.
 
     State that the optimizer has already (a run goes on, or its constructor makes some) goes with its parameters.
     """
     given = [] if base is None else _state_so_far(base, params)
-    layout = make_layout(params, config=config, group_of=group_of, islands=islands, world=axis.size)
-    if base is not None and axis.size > 1 and layout.stage.optim is Placement.SHARDED and needs_whole_tensors(base):
+    layout = make_layout(params, config=config, group_of=group_of, islands=islands, split=split, world=mesh.data.size)
+    census = take(layout, mesh, device)
+    if (
+        base is not None
+        and mesh.data.size > 1
+        and layout.stage.optim is Placement.SHARDED
+        and needs_whole_tensors(base)
+    ):
         raise cannot_shard(base)  # before the model is touched
-    runtime = _make_runtime(layout, params, config=config, axis=axis, device=device)
+    runtime = _make_runtime(layout, params, config=config, mesh=mesh, device=device)
     if base is None:
-        return Plan(layout, runtime, None)
+        return Plan(layout, runtime, None, census)
     optimizer = FlatOptimizer(base, _masters(runtime))
     if given:
-        _hand_over(optimizer, given, axis)
-    return Plan(layout, runtime, optimizer)
+        _hand_over(optimizer, given, mesh.data)
+    return Plan(layout, runtime, optimizer, census)
 
 
 class _Given(NamedTuple):
@@ -158,12 +172,12 @@ def _hand_over(optimizer: FlatOptimizer, given: list[_Given], axis: Axis) -> Non
 
 
 def _make_runtime(
-    layout: Layout, params: Mapping[str, torch.nn.Parameter], *, config: Config, axis: Axis, device: torch.device
+    layout: Layout, params: Mapping[str, torch.nn.Parameter], *, config: Config, mesh: Mesh, device: torch.device
 ) -> ZeroRuntime:
     wire = config.communication_data_type
     prescale = 1.0 / config.gradient_predivide_factor if config.prescale_gradients else 1.0
     wiring = Wiring(None if wire is None else DTYPES[wire], prescale)
-    return ZeroRuntime(layout, params, axis=axis, device=device, wiring=wiring)
+    return ZeroRuntime(layout, params, mesh=mesh, device=device, wiring=wiring)
 
 
 def _masters(runtime: ZeroRuntime) -> list[Master]:
@@ -177,22 +191,24 @@ def rebuild(
     config: Config,
     group_of: Mapping[str, int],
     islands: frozenset[str],
-    axis: Axis,
+    split: Split,
+    mesh: Mesh,
     device: torch.device,
 ) -> Plan:
     """A new plan after parameters were frozen or unfrozen: masters and optimizer state go with their names.
 
-    Collective.
+    Collective on all ranks.
     """
-    optimizer = old.optimizer
+    axis, optimizer = mesh.data, old.optimizer
+    layout = make_layout(params, config=config, group_of=group_of, islands=islands, split=split, world=mesh.data.size)
+    census = take(layout, mesh, device)
     pieces = [] if optimizer is None else _everything(optimizer)
     offers = restate.describe(pieces, axis)
     forms = {} if optimizer is None else merged_forms(optimizer, axis)
     old.runtime.remove_hooks()
-    layout = make_layout(params, config=config, group_of=group_of, islands=islands, world=axis.size)
-    runtime = _make_runtime(layout, params, config=config, axis=axis, device=device)
+    runtime = _make_runtime(layout, params, config=config, mesh=mesh, device=device)
     if optimizer is None:
-        return Plan(layout, runtime, None)
+        return Plan(layout, runtime, None, census)
     renewed = FlatOptimizer(optimizer.base, _masters(runtime), given=optimizer.given)
     saved = restate.saved_states(offers)
     trained = {slot.fqn for bucket in layout.buckets if bucket.trainable for slot in bucket.slots}
@@ -201,7 +217,7 @@ def rebuild(
     masters = [piece for piece in _master_pieces(renewed) if piece.fqn in with_master]
     restate.fill([*incoming.pieces, *masters], restate.wholes(pieces, offers, axis=axis, device=device))
     renewed.adopt(incoming)
-    return Plan(layout, runtime, renewed)
+    return Plan(layout, runtime, renewed, census)
 
 
 def _everything(optimizer: FlatOptimizer) -> list[StatePiece]:

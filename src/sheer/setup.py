@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
@@ -11,12 +12,13 @@ import torch
 
 from sheer import comm, feeding, observe
 from sheer import device as devices
-from sheer.comm import Axis
+from sheer.comm import Axis, Mesh
 from sheer.compiler import Compiler
 from sheer.config import BatchSizes, Config, resolve_batch
 from sheer.data import ResumableLoader
 from sheer.engine import Engine, Parts
 from sheer.errors import ConfigError, UsageError
+from sheer.layout import Split
 from sheer.monitor import Monitor, build_monitors
 from sheer.observe import Teller
 from sheer.optim.handle import ShardedOptimizer
@@ -78,27 +80,33 @@ def initialize(
     device = devices.pick(devices.local_rank(rank=comm.rank()))
     devices.activate(device)
     made_group = dist_init_required is not False and comm.init_process_group(device)
-    leave = comm.destroy_process_group if made_group else _stay
-    axis = comm.data_axis()
+    world = comm.data_axis()
 
-    def prepare() -> _Ready:
+    def look() -> tuple[torch.nn.Module, Config]:
         _refuse(args, distributed_port=distributed_port, mpu=mpu, mesh_param=mesh_param)
-        given = _Given(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn)
-        return _prepare(given, Config.load(_one_config(args, config, config_params)), axis, device)
+        return _check_model(model), Config.load(_one_config(args, config, config_params))
 
+    leave = ExitStack()
+    if made_group:
+        leave.callback(comm.destroy_process_group)
     try:
-        ready = axis.together(prepare, doing="sheer.initialize")
-        _check_same_model(ready.module, axis)
-        return _build(ready, axis, device, leave)
+        module, read = world.together(look, doing="sheer.initialize")
+        split = _split_of(module, world)
+        mesh = comm.build_mesh(world, stages=split.stages, ties=split.tied.values())
+        leave.callback(mesh.close)
+        given = _Given(module, optimizer, model_parameters, training_data, lr_scheduler, collate_fn)
+        ready = world.together(lambda: _prepare(given, read, split, mesh, device), doing="sheer.initialize")
+        _check_same_model(ready.module, mesh.data)
+        return _build(ready, mesh, device, leave.close)
     except BaseException:
-        leave()
+        leave.close()
         raise
 
 
 class _Given(NamedTuple):
     """The arguments of `initialize` that are objects."""
 
-    model: torch.nn.Module | None
+    model: torch.nn.Module
     optimizer: OptimizerSource | None
     model_parameters: Iterable[Any] | None
     training_data: Any
@@ -110,6 +118,7 @@ class _Ready(NamedTuple):
     """Everything that can be wrong on one rank has been checked; the model has not been touched."""
 
     module: torch.nn.Module
+    split: Split
     config: Config
     batch: BatchSizes
     optimizer: torch.optim.Optimizer | None
@@ -121,40 +130,42 @@ class _Ready(NamedTuple):
     teller: Teller
 
 
-def _prepare(given: _Given, config: Config, axis: Axis, device: torch.device) -> _Ready:
-    teller = Teller(speaks=axis.rank == 0)
-    module = _check_model(given.model)
-    batch = resolve_batch(config, axis.size)
+def _prepare(given: _Given, config: Config, split: Split, mesh: Mesh, device: torch.device) -> _Ready:
+    teller = Teller(speaks=mesh.world.rank == 0)
+    module = given.model
+    batch = resolve_batch(config, mesh.data.size)
     base = _build_optimizer(module, given.optimizer, given.model_parameters, config)
     loader = None
     if given.training_data is not None:
         loader = feeding.loader(
-            given.training_data, config=config, axis=axis, micro_batch=batch.micro, collate_fn=given.collate_fn
+            given.training_data, config=config, axis=mesh.data, micro_batch=batch.micro, collate_fn=given.collate_fn
         )
     _say_without_effect(config, teller)
     return _Ready(
         module=module,
+        split=split,
         config=config,
         batch=batch,
         optimizer=base,
-        groups=_group_of(module, base, teller),
+        groups=_group_of(module, split, base, teller),
         scheduler=_build_scheduler(given.lr_scheduler, base, config),
         loader=loader,
         compiler=_build_compiler(module, config, teller, device),
-        monitors=_build_monitors(config, axis),
+        monitors=_build_monitors(config, mesh.world),
         teller=teller,
     )
 
 
-def _build(ready: _Ready, axis: Axis, device: torch.device, leave: Callable[[], None]) -> Initialized:
+def _build(ready: _Ready, mesh: Mesh, device: torch.device, leave: Callable[[], None]) -> Initialized:
     ready.module.to(device)
-    _start_from_rank_0(ready.module, axis)
+    _start_alike(ready, mesh)
     engine = Engine(
         Parts(
             module=ready.module,
             config=ready.config,
             batch=ready.batch,
-            axis=axis,
+            mesh=mesh,
+            split=ready.split,
             device=device,
             base_optimizer=ready.optimizer,
             group_of=ready.groups,
@@ -169,7 +180,7 @@ def _build(ready: _Ready, axis: Axis, device: torch.device, leave: Callable[[], 
     engine.training_dataloader = ready.loader
     if ready.config.compile.enabled:
         try:
-            axis.together(ready.compiler.enable, doing="sheer.initialize: compiling")
+            mesh.world.together(ready.compiler.enable, doing="sheer.initialize: compiling")
         except BaseException:
             engine.destroy()
             raise
@@ -177,10 +188,6 @@ def _build(ready: _Ready, axis: Axis, device: torch.device, leave: Callable[[], 
 
 
 # --- what was given ---------------------------------------------------------------------------------------------------
-
-
-def _stay() -> None:
-    """Whoever made the process group leaves it."""
 
 
 def _refuse(args: Any, *, distributed_port: int | None, mpu: Any, mesh_param: Any) -> None:
@@ -285,11 +292,13 @@ def _build_optimizer(
         ) from error
 
 
-def _group_of(module: torch.nn.Module, base: torch.optim.Optimizer | None, teller: Teller) -> dict[str, int]:
+def _group_of(
+    module: torch.nn.Module, split: Split, base: torch.optim.Optimizer | None, teller: Teller
+) -> dict[str, int]:
     """Parameter name -> index of its group. Parameters in no group are said: they would silently never train."""
     if base is None:
         return {}
-    params, _ties = names_and_ties(module)
+    params, _ties = names_and_ties(module, split)
     names = {id(param): fqn for fqn, param in params.items()}
     groups: dict[str, int] = {}
     for number, group in enumerate(base.param_groups):
@@ -341,6 +350,24 @@ def _build_loss_scale(config: Config) -> Any:
 # --- the rest ---------------------------------------------------------------------------------------------------------
 
 
+def _split_of(module: torch.nn.Module, world: Axis) -> Split:
+    """How the model is split over pipeline stages. Collective on `world`: all ranks must mean the same split."""
+    split = Split()
+    if isinstance(module, PipelineModule):
+        split = Split(module.num_stages, module.stage, module.canonical, module.tied)
+    mine, first = (split.stages, dict(split.tied)), world.broadcast_object((split.stages, dict(split.tied)))
+    error = None
+    if mine != first:
+        error = UsageError(
+            f"the model is split into {mine[0]} stages that share {sorted(mine[1])} here, and into {first[0]} that "
+            f"share {sorted(first[1])} on rank 0; build the same PipelineModule on every rank"
+        )
+    elif split.stage * world.size // split.stages != world.rank // (world.size // split.stages) * (world.size // split.stages):
+        pass
+    world.agree(error, doing="sheer.initialize: comparing the split of all ranks")
+    return split
+
+
 def _check_same_model(module: torch.nn.Module, axis: Axis) -> None:
     mine = {fqn: (tuple(p.shape), str(p.dtype), p.requires_grad) for fqn, p in module.named_parameters()}
     error = None
@@ -355,13 +382,22 @@ def _check_same_model(module: torch.nn.Module, axis: Axis) -> None:
     axis.agree(error, doing="sheer.initialize: comparing the model of all ranks")
 
 
-def _start_from_rank_0(module: torch.nn.Module, axis: Axis) -> None:
-    """Buffers; parameters follow when their buckets are filled."""
-    for buffer in module.buffers():
-        contiguous = buffer.detach().contiguous()
-        axis.broadcast(contiguous)
-        if contiguous.data_ptr() != buffer.data_ptr():
-            buffer.detach().copy_(contiguous)
+def _start_alike(ready: _Ready, mesh: Mesh) -> None:
+    """Shared parameters as their first stage has them, buffers as the first rank of a stage; parameters follow that
+    when their buckets are filled."""
+    params, _ties = names_and_ties(ready.module, ready.split)
+    shared = sorted((holders, fqn) for fqn, holders in ready.split.tied.items() if mesh.stage in holders)
+    for holders, fqn in shared:  # in one order on all stages
+        _broadcast(params[fqn], mesh.ties[holders])
+    for buffer in ready.module.buffers():
+        _broadcast(buffer, mesh.data)
+
+
+def _broadcast(tensor: torch.Tensor, axis: Axis) -> None:
+    contiguous = tensor.detach().contiguous()
+    axis.broadcast(contiguous)
+    if contiguous.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(contiguous)
 
 
 def _build_compiler(module: torch.nn.Module, config: Config, teller: Teller, device: torch.device) -> Compiler:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sheer.checkpoint import Index, Key, Shard
+from sheer.layout import Split
 from sheer.optim.flat import FlatOptimizer, SavedState, StateForm, StatePiece
 from sheer.zero import LOW_PRECISION, FlatBucket, ZeroRuntime
 
@@ -28,17 +29,19 @@ class Landing(NamedTuple):
     buffer: torch.Tensor
 
 
-def names_and_ties(module: torch.nn.Module) -> tuple[dict[str, torch.nn.Parameter], dict[str, str]]:
-    """The module's parameters by fully qualified name, each once, and alias -> name for tied ones."""
+def names_and_ties(
+    module: torch.nn.Module, split: Split | None = None
+) -> tuple[dict[str, torch.nn.Parameter], dict[str, str]]:
+    """The module's parameters by their own names, each once, and alias -> own name for tied ones."""
+    canonical = {} if split is None else split.canonical
     first: dict[int, str] = {}
     ties: dict[str, str] = {}
     params: dict[str, torch.nn.Parameter] = {}
     for fqn, param in module.named_parameters(remove_duplicate=False):
-        if id(param) in first:
-            ties[fqn] = first[id(param)]
-        else:
-            first[id(param)] = fqn
-            params[fqn] = param
+        own = first.setdefault(id(param), canonical.get(fqn, fqn))
+        params.setdefault(own, param)
+        if own != fqn:
+            ties[fqn] = own
     return params, ties
 
 
@@ -64,23 +67,30 @@ def persistent_buffers(module: torch.nn.Module) -> Buffers:
 
 
 def shards_to_save(
-    runtime: ZeroRuntime, optimizer: FlatOptimizer | None, buffers: Buffers, *, without: frozenset[str]
+    runtime: ZeroRuntime,
+    optimizer: FlatOptimizer | None,
+    buffers: Mapping[str, torch.Tensor],
+    *,
+    without: frozenset[str],
 ) -> list[Shard]:
     """This rank's part: an interval of every bucket, so that over all ranks every element is written once.
 
-    fp32 masters are what is written of low-precision parameters. Buffers are rank 0's.
+    fp32 masters are what is written of low-precision parameters. Buffers are the first rank's of each stage, which is
+    to give those that no earlier stage has; parameters that several stages hold are the first one's.
     """
+    others = {slot.fqn for flat in runtime.flats if not runtime.counts(flat.plan) for slot in flat.plan.slots}
+    without |= others
     shards = [shard for flat in runtime.flats for shard in _param_shards(flat, runtime) if shard.name not in without]
     if runtime.axis.rank == 0:
         shards += [
-            Shard("buffer", fqn, tuple(buffer.shape), 0, buffer.detach().reshape(-1))
-            for fqn, buffer in buffers.tensors.items()
+            Shard("buffer", fqn, tuple(buffer.shape), 0, buffer.detach().reshape(-1)) for fqn, buffer in buffers.items()
         ]
     if optimizer is not None:
         within = {i: m.bucket.shard(runtime.axis.rank) for i, m in enumerate(optimizer.masters)}
         shards += [
             Shard(OPTIM + piece.key, piece.fqn, piece.shape, piece.start, piece.data.detach())
             for piece in optimizer.export(within=within)
+            if piece.fqn not in others
         ]
     return shards
 

@@ -2,12 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import torch
 
+from sheer.comm import Mesh
+from sheer.errors import UsageError
+from sheer.layout import Bucket, Layout
 from sheer.zero import ZeroRuntime
+
+
+class Census(NamedTuple):
+    """What all ranks must know of each other to share one message."""
+
+    names: tuple[str, ...]
+    """The trainable parameters of the whole model: those of the first stage in plan order, then what others add."""
+    places: torch.Tensor | None
+    """Where in `names` this stage's are, in plan order; None where they are all there is. [parameters], int64"""
+    dtype: torch.dtype
+    """What sums are carried in: fp32, or fp64 where some gradient is."""
+
+
+def take(layout: Layout, mesh: Mesh, device: torch.device) -> Census:
+    """Collective on all ranks. Raises on all where stages disagree about a parameter that they share."""
+    mine = tuple(bucket for bucket in layout.buckets if bucket.trainable)
+    names = tuple(slot.fqn for bucket in mine for slot in bucket.slots)
+    dtype = _widest(bucket.key.grad_dtype for bucket in mine)
+    if mesh.stages == 1:
+        return Census(names, None, dtype)
+    told: list[tuple[tuple[str, ...], torch.dtype, list[Bucket]]] = mesh.pipe.gather_objects(
+        (names, dtype, [bucket for bucket in layout.buckets if bucket.key.tie])
+    )
+    _check_ties([tied for _, _, tied in told])
+    everybody = dict.fromkeys(name for stage, _, _ in told for name in stage)
+    order = {name: place for place, name in enumerate(everybody)}
+    places = torch.tensor([order[name] for name in names], dtype=torch.int64, device=device)
+    return Census(tuple(everybody), places, _widest(dtype for _, dtype, _ in told))
+
+
+def _widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    return reduce(torch.promote_types, dtypes, torch.float32)
+
+
+def _check_ties(tied: Sequence[Sequence[Bucket]]) -> None:
+    """All holders of a tied parameter train it alike: same dtype, same optimizer group, or all frozen."""
+    seen: dict[str, tuple[int, object]] = {}
+    for stage, buckets in enumerate(tied):
+        for bucket in buckets:
+            for slot in bucket.slots:
+                first, expected = seen.setdefault(slot.fqn, (stage, (bucket.key, slot.shape)))
+                if expected != (bucket.key, slot.shape):
+                    raise UsageError(
+                        f"parameter {slot.fqn!r} is shared by stages {list(bucket.key.tie)}, but it is {expected} on "
+                        f"stage {first} and {(bucket.key, slot.shape)} on stage {stage}: give it one shape and dtype, "
+                        "one optimizer group, and freeze or unfreeze it on all of them together"
+                    )
 
 
 class StepStatistics(NamedTuple):
@@ -21,19 +72,20 @@ class StepStatistics(NamedTuple):
     """Parameters that no rank used. Known without looking at the device when this rank has used all."""
 
 
-def gather(runtime: ZeroRuntime, losses: Sequence[torch.Tensor], micro_batches: int) -> StepStatistics:
-    """Collective on the data axis."""
+def gather(runtime: ZeroRuntime, census: Census, losses: Sequence[torch.Tensor], micro_batches: int) -> StepStatistics:
+    """Collective on all ranks; with several stages the last one brings the losses."""
     device = runtime.arena.device
-    norms = [_norm(grad.counted()) for grad in runtime.grads]
-    wide = torch.float64 if any(norm.dtype is torch.float64 for norm in norms) else torch.float32
-    square_sum = torch.stack([norm.to(wide) for norm in norms] or [torch.zeros((), device=device)]).square_().sum()
-    loss_sum = torch.stack([loss.to(wide).reshape(()) for loss in losses]).sum() if losses else square_sum.new_zeros(())
-    if runtime.axis.size == 1:
+    norms = [_norm(grad.counted()).to(census.dtype) for grad in runtime.grads if runtime.counts(grad.flat.plan)]
+    square_sum = torch.stack(norms or [torch.zeros((), dtype=census.dtype, device=device)]).square_().sum()
+    loss_sum = square_sum.new_zeros(())
+    if losses:
+        loss_sum = torch.stack([loss.to(census.dtype).reshape(()) for loss in losses]).sum()
+    if runtime.mesh.world.size == 1:
         unused = runtime.unused_here()
     else:
-        square_sum, loss_sum, unused = _over_ranks(runtime, square_sum, loss_sum)
-    count = runtime.axis.size * micro_batches
-    return StepStatistics(square_sum, loss_sum / count if losses else None, unused)
+        square_sum, loss_sum, unused = _over_ranks(runtime, census, square_sum, loss_sum)
+    known = bool(losses) or runtime.mesh.stages > 1
+    return StepStatistics(square_sum, loss_sum / (runtime.axis.size * micro_batches) if known else None, unused)
 
 
 def _norm(values: torch.Tensor) -> torch.Tensor:
@@ -48,34 +100,45 @@ class _Shared(NamedTuple):
     unused: frozenset[str]
 
 
-def _over_ranks(runtime: ZeroRuntime, square_sum: torch.Tensor, loss_sum: torch.Tensor) -> _Shared:
+def _over_ranks(runtime: ZeroRuntime, census: Census, square_sum: torch.Tensor, loss_sum: torch.Tensor) -> _Shared:
     usage = runtime.usage()
-    both = torch.stack((square_sum, loss_sum))
-    message = torch.cat((both, usage))
-    runtime.lane.all_reduce(message, what="step statistics").wait()
+    if census.places is not None:
+        usage = usage.new_zeros(len(census.names)).index_copy_(0, census.places, usage)
+    message = torch.cat((torch.stack((square_sum, loss_sum)), usage))
+    runtime.world_lane.all_reduce(message, what="step statistics").wait()
     here = runtime.unused_here()
-    # A parameter used here is used by somebody: only a rank that left some out has to look.
-    unused = frozenset(runtime.names_where(message[2:] == 0)) if here else here
+    # A parameter used here is used by somebody: only a rank that left some out has to look, or that has none.
+    unused = here
+    if here or not runtime.grads:
+        unused = frozenset(name for name, used in zip(census.names, message[2:].tolist(), strict=True) if not used)
     return _Shared(message[0], message[1], unused)
+
+
+class _Place(NamedTuple):
+    """Where a number is not finite, in the order in which backward reaches it."""
+
+    stages_after: int
+    bucket: int
+    element: int
+    fqn: str
 
 
 def first_not_finite(runtime: ZeroRuntime) -> str | None:
     """The first parameter, as backward reaches them, whose reduced gradient is not finite: where an overflow begins.
 
-    None where only their norm is beyond the numbers. Collective on the data axis.
+    None where only their norm is beyond the numbers. Collective on all ranks.
     """
-    found: list[tuple[int, int] | None] = runtime.axis.gather_objects(_first_bad_place(runtime))
+    found: list[_Place | None] = runtime.mesh.world.gather_objects(_first_bad_place(runtime))
     places = [place for place in found if place is not None]
-    if not places:
-        return None
-    number, at = min(places)
-    return next(slot.fqn for slot in runtime.grads[number].flat.plan.slots if at < slot.stop)
+    return min(places).fqn if places else None
 
 
-def _first_bad_place(runtime: ZeroRuntime) -> tuple[int, int] | None:
-    """Bucket and element of the first number in this rank's shards that is not finite."""
+def _first_bad_place(runtime: ZeroRuntime) -> _Place | None:
+    """The first number in this rank's shards that is not finite."""
+    stages_after = runtime.mesh.stages - 1 - runtime.mesh.stage
     for number, grad in enumerate(runtime.grads):
         bad = (~torch.isfinite(grad.counted())).nonzero()
         if bad.numel():
-            return number, grad.shard.start + int(bad[0])
+            at = grad.shard.start + int(bad[0])
+            return _Place(stages_after, number, at, next(s.fqn for s in grad.flat.plan.slots if at < s.stop))
     return None

@@ -14,7 +14,7 @@ from sheer.optim.loss_scale import Scaling
 if TYPE_CHECKING:
     import torch
 
-    from sheer.comm import Axis
+    from sheer.comm import Axis, Mesh
     from sheer.comm import Counters as Traffic
     from sheer.config import BatchSizes, Config
     from sheer.data import ResumableLoader
@@ -31,7 +31,7 @@ class DeepSpeedNames(ABC):
 
     _config: Config
     _batch: BatchSizes
-    _axis: Axis
+    _mesh: Mesh
     _applied: bool
     _scale: LossScale | None
     module: torch.nn.Module
@@ -101,7 +101,7 @@ class DeepSpeedNames(ABC):
     @property
     def axis(self) -> Axis:
         """The data axis."""
-        return self._axis
+        return self._mesh.data
 
     # --- configuration ---
 
@@ -184,46 +184,48 @@ class DeepSpeedNames(ABC):
     # --- ranks ---
 
     @property
+    def mesh(self) -> Mesh:
+        """The axes of ranks: `world`, `data`, `pipe`."""
+        return self._mesh
+
+    @property
     def rank(self) -> int:
-        """This process's rank on the data axis."""
-        return self._axis.rank
+        """This process's rank of all."""
+        return self._mesh.world.rank
+
+    global_rank = rank
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self._axis.size
-
-    @property
-    def global_rank(self) -> int:
-        """Same as `rank` while there is one axis."""
-        return self._axis.rank
+        return self._mesh.world.size
 
     @property
     def dp_world_size(self) -> int:
         """Ranks on the data axis."""
-        return self._axis.size
+        return self._mesh.data.size
 
     def get_data_parallel_rank(self) -> int:
         """This process's rank on the data axis."""
-        return self._axis.rank
+        return self._mesh.data.rank
 
     @property
     def data_parallel_group(self) -> Any:
         """The process group of the data axis; None with one process."""
-        return self._axis.group
+        return self._mesh.data.group
 
     @property
     def local_rank(self) -> int:
         """This process's index on its machine."""
-        return devices.local_rank(rank=self._axis.rank)
+        return devices.local_rank(rank=self._mesh.world.rank)
 
     @property
     def mp_world_size(self) -> int:
-        """Ranks that share one model: 1, there is no model parallelism."""
+        """Ranks that share one tensor: 1, there is no tensor parallelism."""
         return 1
 
     def get_model_parallel_rank(self) -> int:
-        """0: there is no model parallelism."""
+        """0: there is no tensor parallelism."""
         return 0
 
     # --- what it trains ---
@@ -299,7 +301,7 @@ class DeepSpeedNames(ABC):
         return feeding.loader(
             dataset,
             config=self._config,
-            axis=self._axis,
+            axis=self._mesh.data,
             micro_batch=self._batch.micro if batch_size is None else batch_size,
             collate_fn=collate_fn,
             shuffle=section.shuffle and route == "train" and data_sampler is None,

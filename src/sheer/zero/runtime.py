@@ -15,10 +15,11 @@ from typing import NamedTuple
 import torch
 from torch.utils import _pytree
 
-from sheer.comm import Arena, Axis, Lane, Ticket
-from sheer.layout import Layout, Placement
+from sheer.comm import Arena, Counters, Lane, Mesh, Ticket
+from sheer.layout import Bucket, Layout, Placement
 from sheer.zero.flat import FlatBucket
 from sheer.zero.grads import BucketGrad, GradState, ResidentGrad, ShardedGrad, Wire
+from sheer.zero.ties import TiedGrads
 
 MAX_IN_FLIGHT = 2
 """Leased gradient buffers under reduction at one time: one travels while the next fills."""
@@ -38,20 +39,23 @@ class Wiring(NamedTuple):
 
 
 class ZeroRuntime:
-    """The buckets of one model on one axis. Collective to build: ranks start from rank 0's parameters."""
+    """The buckets of one stage's parameters on the data axis. Collective to build: ranks start from rank 0's
+    parameters."""
 
     def __init__(
         self,
         layout: Layout,
         params: Mapping[str, torch.nn.Parameter],
         *,
-        axis: Axis,
+        mesh: Mesh,
         device: torch.device,
         wiring: Wiring,
     ) -> None:
         self.layout = layout
-        self.axis = axis
+        self.mesh = mesh
+        self.axis = axis = mesh.data
         self.lane = Lane(axis)
+        self.world_lane = self.lane if mesh.stages == 1 else Lane(mesh.world, counters=self.lane.counters)
         self.arena = Arena(device)
         self.owner: weakref.ref[object] | None = None
         """The engine that drives it, for who comes from a parameter."""
@@ -76,6 +80,7 @@ class ZeroRuntime:
             for bucket in layout.buckets
         )
         self.grads = tuple(self._make_grad(flat, wiring) for flat in self.flats if flat.plan.trainable)
+        self._ties = TiedGrads(self.grads, mesh, self.lane.counters)
         self._all_used = torch.ones(sum(len(grad.flat.params) for grad in self.grads), device=device)
         self._next = 0
         self._in_flight: deque[BucketGrad] = deque()
@@ -209,7 +214,8 @@ class ZeroRuntime:
             grad.average(self.mean_factor)
 
     def complete(self) -> None:
-        """Everything is reduced and averaged afterwards; gradients that no backward reduced are reduced now."""
+        """Everything is reduced and averaged afterwards, over the stages that hold a parameter too; gradients that no
+        backward reduced are reduced now. No backward may follow before `clear` where stages share parameters."""
         self.reducing = True
         if not self.reduced:
             self._next = 0
@@ -217,6 +223,7 @@ class ZeroRuntime:
         for grad in self.grads:
             grad.heed_user()
         self._average()
+        self._ties.sum()
 
     def abort(self) -> None:
         """A backward has failed. Finish what other ranks expect of this one, then forget the whole step's gradients."""
@@ -226,6 +233,7 @@ class ZeroRuntime:
     def clear(self) -> None:
         """Forget all gradients; `.grad` of every managed parameter becomes None."""
         self._in_flight.clear()
+        self._ties.clear()
         for grad in self.grads:
             grad.clear()
         self.reduced = self.by_user = False
@@ -247,16 +255,20 @@ class ZeroRuntime:
 
     def usage(self) -> torch.Tensor:
         """1.0 for every trainable parameter that got a gradient on this rank, in plan order; summed over ranks it says
-        what nobody used."""
+        what nobody used. Not to be written."""
         if all(all(grad.used) for grad in self.grads):
             return self._all_used
         flags = [float(used) for grad in self.grads for used in grad.used]
         return torch.tensor(flags, dtype=torch.float32).to(self._all_used.device)
 
-    def names_where(self, flags: torch.Tensor) -> list[str]:
-        """The trainable parameters, in plan order, where `flags` holds. Looks at the device."""
-        names = [slot.fqn for grad in self.grads for slot in grad.flat.plan.slots]
-        return [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
+    def count_on(self, counters: Counters) -> None:
+        """Go on with the counts of an earlier runtime."""
+        for lane in (self.lane, self.world_lane, *self._ties.lanes):
+            lane.counters = counters
+
+    def counts(self, bucket: Bucket) -> bool:
+        """Whether this stage counts and saves `bucket`: it is the first that holds it."""
+        return not bucket.key.tie or bucket.key.tie[0] == self.mesh.stage
 
     # --- parameters -------------------------------------------------------------------------------------------------
 
