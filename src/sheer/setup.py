@@ -25,6 +25,7 @@ from sheer.optim.handle import ShardedOptimizer
 from sheer.optim.loss_scale import build_loss_scale
 from sheer.optim.registry import optimizer_factory
 from sheer.optim.schedules import build_scheduler
+from sheer.pipeline import PipelineModule
 from sheer.shards import names_and_ties
 from sheer.zero import runtime_of
 
@@ -134,7 +135,7 @@ def _prepare(given: _Given, config: Config, split: Split, mesh: Mesh, device: to
     teller = Teller(speaks=mesh.world.rank == 0)
     module = given.model
     batch = resolve_batch(config, mesh.data.size)
-    base = _build_optimizer(module, given.optimizer, given.model_parameters, config)
+    base = _build_optimizer(given, config, split)
     loader = None
     if given.training_data is not None:
         loader = feeding.loader(
@@ -261,14 +262,16 @@ def _say_without_effect(config: Config, teller: Teller) -> None:
 # --- optimizer and schedule -------------------------------------------------------------------------------------------
 
 
-def _build_optimizer(
-    module: torch.nn.Module, given: OptimizerSource | None, model_parameters: Iterable[Any] | None, config: Config
-) -> torch.optim.Optimizer | None:
+def _build_optimizer(source: _Given, config: Config, split: Split) -> torch.optim.Optimizer | None:
+    given = source.optimizer
     if isinstance(given, torch.optim.Optimizer):
         if isinstance(given, ShardedOptimizer):
             raise UsageError("optimizer is an engine's own; pass the torch optimizer you would train with")
         return given
-    parameters = list(module.parameters()) if model_parameters is None else list(model_parameters)
+    chosen = source.model.parameters() if source.model_parameters is None else source.model_parameters
+    parameters: list[Any] = list(chosen)
+    if split.stages > 1 and not parameters:
+        parameters = [{"params": []}]  # a stage may be empty; torch wants a group all the same
     if given is not None:
         if not callable(given):
             raise UsageError(
@@ -356,14 +359,17 @@ def _split_of(module: torch.nn.Module, world: Axis) -> Split:
     if isinstance(module, PipelineModule):
         split = Split(module.num_stages, module.stage, module.canonical, module.tied)
     mine, first = (split.stages, dict(split.tied)), world.broadcast_object((split.stages, dict(split.tied)))
-    error = None
+    error, place = None, world.rank * split.stages // world.size
     if mine != first:
         error = UsageError(
             f"the model is split into {mine[0]} stages that share {sorted(mine[1])} here, and into {first[0]} that "
             f"share {sorted(first[1])} on rank 0; build the same PipelineModule on every rank"
         )
-    elif split.stage * world.size // split.stages != world.rank // (world.size // split.stages) * (world.size // split.stages):
-        pass
+    elif split.stage != place:
+        error = UsageError(
+            f"rank {world.rank} of {world.size} was given stage {split.stage} of {split.stages}, its place is stage "
+            f"{place}: leave `stage` out, and build the PipelineModule after the process group is up"
+        )
     world.agree(error, doing="sheer.initialize: comparing the split of all ranks")
     return split
 
