@@ -14,9 +14,11 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks import report, step
+from benchmarks import growth, memory, profiles, replay, report, startup, step
+from benchmarks.contenders import chosen
 from benchmarks.report import Result
 from benchmarks.step import Race
+from benchmarks.workloads import WORKLOADS
 
 
 class Effort(NamedTuple):
@@ -66,6 +68,15 @@ SUITES: dict[str, Suite] = {
         partial(_race, Race("small", ranks=1, rounds=25, steps=40), Race("small", ranks=1, rounds=9, steps=20)),
         quick=True,
     ),
+    "gloo": Suite(
+        "gloo's own share of a step",
+        lambda effort: replay.run(workloads=["gpt", "mlp", "conv"], rounds=effort.rounds or (2 if effort.quick else 7)),
+    ),
+    "state": Suite("Model state in bytes", lambda _: memory.state()),
+    "beyond": Suite("Memory beyond the model state", lambda _: memory.beyond()),
+    "growth": Suite("The engine's own time as the model grows", lambda effort: growth.run(quick=effort.quick)),
+    "planning": Suite("Planning for 1024 ranks and 10 000 parameters", lambda _: growth.planning(), quick=True),
+    "startup": Suite("Starting", lambda effort: startup.run(rounds=effort.rounds or (1 if effort.quick else 5))),
 }
 
 
@@ -79,6 +90,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="of every race")
     parser.add_argument("--write", action=argparse.BooleanOptionalAction, help="the page and the picture")
     parser.add_argument("--json", type=Path, help="raw samples go there")
+    parser.add_argument(
+        "--profile", type=Path, metavar="DIR", help="no suite: profile steps of --only (Sheer by default)"
+    )
+    parser.add_argument("--model", choices=sorted(WORKLOADS), default="gpt", help="what --profile trains")
+    parser.add_argument("--ranks", type=int, default=2, help="of --profile")
     arguments = parser.parse_args()
     for name in arguments.suites:
         if name not in SUITES:
@@ -105,9 +121,13 @@ def main() -> int:
     arguments = _arguments()
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    if arguments.profile:
+        names = chosen(arguments.only or ["Sheer"], quick=False, ranks=arguments.ranks)[1:]
+        profiles.run(arguments.model, names=names, ranks=arguments.ranks, steps=5, folder=arguments.profile)
+        return 0
     effort = Effort(arguments.quick, tuple(arguments.only), arguments.rounds)
     names = arguments.suites or [name for name, suite in SUITES.items() if suite.quick or not effort.quick]
-    print("\n".join(report.machine()))
+    print("\n".join(report.machine()), flush=True)
     samples, wrong = {}, []
     for name in names:
         print(f"\n## {SUITES[name].title} ({name})\n", flush=True)

@@ -25,6 +25,8 @@ class Job(NamedTuple):
     model: nn.Module
     compiled: bool
     accumulation: int
+    config: Mapping[str, Any] = {}
+    """More of the JSON config, for who has one."""
 
 
 class Trainer(NamedTuple):
@@ -190,16 +192,20 @@ def deepspeed(stage: int) -> Callable[[Job], Trainer]:
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": job.accumulation,
-            "zero_optimization": {"stage": stage},
             "zero_allow_untested_optimizer": True,
             "gradient_clipping": CLIP,
             "steps_per_print": 10**9,
+            **_merged({"stage": stage}, job),
         }
         optimizer = adamw(job.model.parameters())
         engine, *_ = deepspeed.initialize(model=job.model, optimizer=optimizer, config=config)
         return Trainer(_engine_step(engine, job), engine.destroy)
 
     return build
+
+
+def _merged(zero: dict[str, Any], job: Job) -> dict[str, Any]:
+    return {**job.config, "zero_optimization": {**zero, **job.config.get("zero_optimization", {})}}
 
 
 def _engine_step(engine: Any, job: Job) -> Step:
@@ -224,10 +230,10 @@ def ours(stage: int) -> Callable[[Job], Trainer]:
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": job.accumulation,
-            "zero_optimization": {"stage": stage},
             "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
             "gradient_clipping": CLIP,
             "compile": {"enabled": job.compiled},
+            **_merged({"stage": stage}, job),
         }
         engine = sheer.initialize(model=job.model, config=config)[0]
         return Trainer(_engine_step(engine, job), engine.destroy, engine)

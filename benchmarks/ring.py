@@ -10,7 +10,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from benchmarks.contenders import environment
@@ -44,11 +46,18 @@ class Ring:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the processes
         self._ranks = [_Rank(name, environment(name, rank=r, ranks=ranks, port=port), self._log) for r in range(ranks)]
 
-    def build(self, *, workload: str, compiled: bool = False, accumulation: int = 1) -> None:
-        self._all("build", workload=workload, compiled=compiled, accumulation=accumulation)
+    def build(
+        self,
+        *,
+        workload: str,
+        compiled: bool = False,
+        accumulation: int = 1,
+        config: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self.ask("build", workload=workload, compiled=compiled, accumulation=accumulation, config=dict(config))
 
     def turn(self, steps: int) -> Turn:
-        answers = self._all("turn", steps=steps)
+        answers = self.ask("turn", steps=steps)
         return Turn(
             max(answer["seconds"] for answer in answers),
             max(answer["sent"] for answer in answers),
@@ -56,9 +65,10 @@ class Ring:
         )
 
     def close(self) -> None:
-        self._all("close")
+        self.ask("close")
 
-    def _all(self, command: str, **arguments: Any) -> list[dict[str, Any]]:
+    def ask(self, command: str, **arguments: Any) -> list[dict[str, Any]]:
+        """Every rank's answer to a command of worker.py."""
         try:
             for rank in self._ranks:
                 rank.send(command, arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from benchmarks.contenders import CONTENDERS, RAW, chosen
-from benchmarks.equal import CHECKED_STEPS, TOLERANCE, difference, expected
+from benchmarks.equal import TOLERANCE, checked_steps, difference, expected
 from benchmarks.report import Bar, Result, Spread, table
 from benchmarks.ring import FailedError, Ring
 from benchmarks.workloads import make
@@ -67,7 +67,7 @@ class Course:
 
         def one(name: str, ring: Ring) -> None:
             wanted = common if CONTENDERS[name].communicates else alone
-            found = ring.turn(CHECKED_STEPS).losses
+            found = ring.turn(checked_steps(race.workload)).losses
             self.differs[name] = max(difference(mine, theirs) for mine, theirs in zip(found, wanted, strict=True))
             if not self.differs[name] <= TOLERANCE:
                 self.drop(name, f"invalid: losses differ by {self.differs[name]:.1e}")

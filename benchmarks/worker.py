@@ -16,6 +16,9 @@ from typing import Any, TextIO
 import torch
 
 from benchmarks.contenders import CONTENDERS, Job, Trainer
+from benchmarks.live import Live, live, peak_above_rest
+from benchmarks.profiles import write_profiles
+from benchmarks.replay import bare
 from benchmarks.sockets import bytes_sent
 from benchmarks.workloads import data, make
 
@@ -27,13 +30,13 @@ class Worker:
         self._name = name
         self._trainer: Trainer | None = None
 
-    def build(self, *, workload: str, compiled: bool, accumulation: int) -> dict[str, Any]:
+    def build(self, *, workload: str, compiled: bool, accumulation: int, config: dict[str, Any]) -> dict[str, Any]:
         """Start from the common weights and data; returns the seconds of building, without the model's own."""
         made = make(workload)
         self._source = data(made, torch.distributed.get_rank())
         self._accumulation = accumulation
         begin = time.perf_counter()
-        self._trainer = CONTENDERS[self._name].build(Job(made.model, compiled, accumulation))
+        self._trainer = CONTENDERS[self._name].build(Job(made.model, compiled, accumulation, config))
         return {"seconds": time.perf_counter() - begin}
 
     def turn(self, *, steps: int) -> dict[str, Any]:
@@ -47,6 +50,45 @@ class Worker:
         torch.distributed.barrier()
         seconds = (time.perf_counter() - start) / steps
         return {"seconds": seconds, "sent": (sent_after - sent) / steps, "losses": [float(loss) for loss in losses]}
+
+    def state(self) -> dict[str, Any]:
+        """Live bytes when the second step's gradients are complete and its update begins."""
+        assert self._trainer is not None
+        self._trainer.step(self._source(self._accumulation))
+        batch = self._source(self._accumulation)
+        seen: list[Live] = []
+
+        def look(*_: object) -> None:
+            seen.append(live())
+
+        hook = torch.optim.optimizer.register_optimizer_step_pre_hook(look)
+        self._trainer.step(batch)
+        hook.remove()
+        ours = sum(tensor.nbytes for micro_batch in batch for tensor in micro_batch)
+        return {"held": seen[0].held - ours, "idle": seen[0].idle}
+
+    def peak(self) -> dict[str, Any]:
+        """Bytes allocated during a step beyond what is there before it."""
+        assert self._trainer is not None
+        batches = iter([self._source(self._accumulation) for _ in range(2)])
+        return {"bytes": peak_above_rest(lambda: self._trainer.step(next(batches)))}
+
+    def replay(self, *, times: int) -> dict[str, Any]:
+        """Seconds that one step's collectives take alone, on buffers of the same sizes, all submitted then awaited."""
+        assert self._trainer is not None
+        counters = self._trainer.engine.traffic
+        counters.log = []
+        self._trainer.step(self._source(self._accumulation))
+        sent, counters.log = counters.log, None
+        return {"seconds": bare(sent, times=times)}
+
+    def profile(self, *, folder: str, steps: int) -> dict[str, Any]:
+        """Tables of torch's profiler and cProfile of some steps, a file each."""
+        assert self._trainer is not None
+        batches = [self._source(self._accumulation) for _ in range(2 * steps + 1)]
+        self._trainer.step(batches.pop())
+        write_profiles(self._trainer.step, batches, folder=folder, name=self._name)
+        return {}
 
     def close(self) -> dict[str, Any]:
         """Let go of what was built."""

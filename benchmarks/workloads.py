@@ -76,7 +76,13 @@ def conv() -> Workload:
     )
 
 
-WORKLOADS: dict[str, Callable[[], Workload]] = {"gpt": gpt, "mlp": mlp, "small": small, "conv": conv}
+def wide() -> Workload:
+    """64 Linear layers of width 512 on two rows: 17 M parameters, next to no activations."""
+    body = nn.Sequential(*(nn.Linear(512, 512) for _ in range(64)))
+    return Workload(WithLoss(body), lambda g: (torch.randn(2, 512, generator=g), torch.randn(2, 512, generator=g)))
+
+
+WORKLOADS: dict[str, Callable[[], Workload]] = {"gpt": gpt, "mlp": mlp, "small": small, "conv": conv, "wide": wide}
 
 
 def make(name: str) -> Workload:
