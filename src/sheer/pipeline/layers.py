@@ -214,7 +214,7 @@ def from_global_seed() -> Seeding:
 
     def seed(index: int) -> None:
         digest = hashlib.sha256(f"{base}/{index}".encode()).digest()
-        torch.manual_seed(int.from_bytes(digest[:8]) >> 1)
+        torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
     return seed
 

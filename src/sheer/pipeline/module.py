@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
+from typing_extensions import Self
 
-from sheer.errors import DataError, UsageError
+from sheer.errors import UsageError
+from sheer.pipeline.cut import Cut, CutLoss, find_loss
+from sheer.pipeline.entry import Arguments, Batch, pair
 from sheer.pipeline.layers import Given, Layers, from_base_seed, from_global_seed
 from sheer.pipeline.recompute import Recompute, non_reentrant_checkpoint
+from sheer.pipeline.slicing import Slice
 from sheer.pipeline.split import Grid, canonical_names, choose_parts, find_grid, stages_of
 from sheer.pipeline.topology import ProcessTopology
 from sheer.pipeline.units import Source
-
-
-class Batch(NamedTuple):
-    """One micro-batch, as the first and the last stage need it."""
-
-    inputs: Any
-    label: Any
 
 
 class PipelineModule(nn.Module):
@@ -104,6 +101,76 @@ class PipelineModule(nn.Module):
         recompute = Recompute(activation_checkpoint_interval, activation_checkpoint_func, checkpointable_layers)
         self._settle(source, grid, parts, loss_fn=loss_fn, recompute=recompute)
 
+    @classmethod
+    def from_module(
+        cls,
+        model: nn.Module,
+        *,
+        blocks: str | Sequence[str],
+        num_stages: int | None = None,
+        topology: ProcessTopology | None = None,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        inputs: str | Sequence[str] | None = None,
+        labels: str | Sequence[str] | None = None,
+        constants: Mapping[str, Any] | None = None,
+        partition_method: str = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] = non_reentrant_checkpoint,
+        checkpointable_layers: Sequence[str] | None = None,
+        chunks: int = 1,
+        placement: str | Sequence[int] = "loop",
+        boundaries: Sequence[int] | None = None,
+        sample_input: Any = None,
+        stage: int | None = None,
+    ) -> Self:
+        """This process's stage of a plain `model`, cut at its blocks.
+
+            module = PipelineModule.from_module(model, blocks="transformer.h.*", num_stages=2)
+
+        The forward of the model is recorded once (torch.fx), in training and in evaluation mode; modules that contain
+        no block are called as they are, hooks and all. The units are what comes before the first block, each block,
+        and what comes after the last. The stage holds the model's own submodule objects under the model's own names,
+        so a pipeline run and a plain run read each other's checkpoints; drop the model to free the rest.
+
+        Args:
+            blocks: globs over module names; the outermost modules they match stay whole.
+            loss_fn: `loss_fn(output, label)`. Without one the model makes its own loss, and a batch's labels are only
+                needed on the last stage.
+            inputs: the arguments of forward that come with each batch; by default those in `sample_input`, else those
+                without a default.
+            labels: the arguments that only the model's own loss needs; by default `labels` or `targets` where it has
+                such an argument. `()`: none.
+            constants: values of other arguments, where not their defaults.
+            sample_input: arguments of one call (a dict by name, or by position). Needed where the forward branches on
+                something that follows from its inputs: the branch is taken as for the sample, and checked in every run.
+
+        All other arguments are those of the class. Every rank calls it, with the same model.
+
+        Raises:
+            UsageError: on every rank; what cannot be recorded, with the line of the forward, and what helps.
+        """
+        grid = find_grid(num_stages, topology=topology, stage=stage, chunks=chunks, placement=placement)
+        source = Cut(
+            model,
+            blocks=blocks,
+            inputs=inputs,
+            labels=labels,
+            constants=constants,
+            own_loss=loss_fn is None,
+            sample=sample_input,
+        )
+        parts = choose_parts(source, grid, method=partition_method, boundaries=boundaries, sample=sample_input)
+        recompute = Recompute(activation_checkpoint_interval, activation_checkpoint_func, checkpointable_layers)
+        module = cls.__new__(cls)
+        nn.Module.__init__(module)
+        module._settle(source, grid, parts, loss_fn=loss_fn, recompute=recompute)
+        module._arguments = source.entry
+        if loss_fn is None:
+            module._own_loss = source.loss
+            module.__dict__["loss_fn"] = module._make_loss
+        module._unlabelled = source.unlabelled() if grid.stages == 1 else None
+        return module
+
     def _settle(
         self,
         source: Source,
@@ -117,6 +184,9 @@ class PipelineModule(nn.Module):
         self.num_stages, self.stage, self.chunks, self.placement = grid.stages, grid.stage, grid.chunks, grid.placement
         self.parts = parts
         self._topology = grid.topology
+        self._arguments: Arguments | None = None
+        self._own_loss: CutLoss | None = None
+        self._unlabelled: tuple[Slice, Slice] | None = None
         self._recompute = recompute
         mine = [unit for part in self._local_parts() for unit in part]
         ties = source.ties()
@@ -153,10 +223,27 @@ class PipelineModule(nn.Module):
             )
         return self._run_whole(*inputs, **named)
 
-    def _run_whole(self, carry: Any) -> Any:
-        for chunk in range(self.chunks):
-            carry = self._run_part(self._local_parts()[chunk], carry)
+    def _run_whole(self, *inputs: Any, **named: Any) -> Any:
+        """What the plain model returns."""
+        if self._arguments is None:
+            return self._run_chunks(*inputs, **named)
+        given = self._arguments.of_call(inputs, named)
+        labels = {name: given.pop(name) for name in self._arguments.labels if given.get(name) is not None}
+        if self._own_loss is None or labels:
+            output = self._run_chunks(given)
+            return output if self._own_loss is None else self._own_loss.whole(self, output, labels)
+        if self._unlabelled is None:
+            raise UsageError(f"the model was cut with the labels {', '.join(self._arguments.labels)}; give them")
+        return self._unlabelled[0 if self.training else 1].run(self, given)
+
+    def _run_chunks(self, carry: Any) -> Any:
+        for part in self._local_parts():
+            carry = self._run_part(part, carry)
         return carry
+
+    def _make_loss(self, output: Any, label: Any) -> Any:
+        """The loss that the model itself makes."""
+        return find_loss(output) if self._own_loss is None else self._own_loss(self, output, label)
 
     def _run_part(self, part: range, carry: Any) -> Any:
         for stretch in self._recompute.stretches(part):
@@ -170,16 +257,12 @@ class PipelineModule(nn.Module):
     def split_batch(self, batch: Any) -> Batch:
         """What the loader gave for one micro-batch, as inputs of the first stage and label of the last.
 
+        A pair (inputs, label); for a model that was cut also a dict of its arguments.
+
         Raises:
-            DataError: it is no pair.
+            DataError: it is neither.
         """
-        if isinstance(batch, (tuple, list)) and len(batch) == 2:
-            return Batch(*batch)
-        raise DataError(
-            f"a micro-batch for a pipeline is a pair (inputs, label), got {type(batch).__name__}"
-            f"{f' of {len(batch)}' if isinstance(batch, (tuple, list, dict)) else ''}; let the loader's collate_fn pair"
-            " them, or set engine.set_batch_fn"
-        )
+        return pair(batch) if self._arguments is None else self._arguments.split(batch)
 
     # ---- where it stands
 
