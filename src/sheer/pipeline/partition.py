@@ -25,8 +25,8 @@ class Cost(NamedTuple):
 def balanced(weights: Sequence[float], parts: int) -> list[int]:
     """Boundaries of `parts` stretches of `weights` whose heaviest is as light as can be.
 
-    Among those the weights are spread most evenly, then the numbers of layers; what is left is decided for early
-    boundaries to come early. Stretches may be empty only where there are fewer weights than parts.
+    Among those the weights are spread most evenly, then the numbers of layers; then later boundaries come late, so
+    that what is left over is in front. Stretches may be empty only where there are fewer weights than parts.
 
     Returns:
         `parts + 1` indices from 0 to `len(weights)`, never decreasing.
@@ -62,7 +62,7 @@ def _one_more_part(best: list[Cost | None], sums: Sequence[float], limit: float)
                 continue
             cost = Cost(before.spread + weight * weight, before.unevenness + (stop - start) ** 2)
             known = longer[stop]
-            if known is None or cost <= known:
+            if known is None or cost < known:
                 longer[stop], begin[stop] = cost, start
     return longer, begin
 
