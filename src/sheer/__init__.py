@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         ConfigError,
         DataError,
         SheerError,
+        TornLoadError,
         UsageError,
     )
     from sheer.observe import StepResult
@@ -42,6 +43,7 @@ __all__ = [
     "SheerError",
     "StepResult",
     "TiedLayerSpec",
+    "TornLoadError",
     "UsageError",
     "__version__",
     "checkpoint",

@@ -22,7 +22,7 @@ from sheer.compiler import Compiler
 from sheer.compiling import CompileVerbs
 from sheer.config import BatchSizes, Config
 from sheer.data import ResumableLoader
-from sheer.errors import UsageError
+from sheer.errors import TornLoadError, UsageError
 from sheer.layout import Placement, Split
 from sheer.monitor import Monitor
 from sheer.observe import StepResult, Teller
@@ -89,7 +89,7 @@ class Engine(CompileVerbs, DeepSpeedNames):
         self._losses: list[torch.Tensor] = []
         self._applied = False
         self._trouble_told = False  # the compile report has been printed
-        self._alive = True
+        self._alive, self._torn = True, False
         self._own_iterator: Iterator[Any] | None = None
         self._params, self._ties = names_and_ties(parts.module, parts.split)
         self._islands = planning.fp32_islands(parts.module)
@@ -591,23 +591,24 @@ class Engine(CompileVerbs, DeepSpeedNames):
         Collective. Returns its path and the client state; (None, None), said, where `load_dir` has no checkpoint.
         `load_module_only` takes parameters and buffers alone; `custom_load_fn(src=..., dst=module)` moves them from a
         dict of full tensors by hand. Hyper-parameters become the checkpoint's, said where they differ. On an error
-        nothing has changed (but for what `custom_load_fn` did).
+        nothing has changed (but for what `custom_load_fn` did). Only where a disk fails between verifying and taking
+        over, TornLoadError: this engine then does nothing but load again.
         """
-        self._check_alive()
-        loaded = persist.load(
-            self._saved_parts(),
-            load_dir,
-            tag=tag,
-            wish=persist.Wish(
-                strict=load_module_strict,
-                optimizer=load_optimizer_states and not load_module_only,
-                scheduler=load_lr_scheduler_states and not load_module_only,
-                run=not load_module_only,
-            ),
-            custom=custom_load_fn,
+        self._check_alive(torn=True)
+        wish = persist.Wish(
+            strict=load_module_strict,
+            optimizer=load_optimizer_states and not load_module_only,
+            scheduler=load_lr_scheduler_states and not load_module_only,
+            run=not load_module_only,
         )
+        try:
+            loaded = persist.load(self._saved_parts(), load_dir, tag=tag, wish=wish, custom=custom_load_fn)
+        except TornLoadError:
+            self._torn = True
+            raise
         if loaded is None:
             return None, None
+        self._torn = False
         self._forget()
         self._own_iterator = None
         return str(loaded.path), loaded.client_state
@@ -645,9 +646,11 @@ class Engine(CompileVerbs, DeepSpeedNames):
         self._losses, self._own_iterator, self._monitors = [], None, ()
         self._leave()
 
-    def _check_alive(self) -> None:
+    def _check_alive(self, *, torn: bool = False) -> None:
         if not self._alive:
             raise UsageError("this engine was destroyed; build another with sheer.initialize")
+        if self._torn and not torn:
+            raise UsageError("a load of this engine failed half-way, so its values are mixed; load a checkpoint first")
 
     def __getattr__(self, name: str) -> Any:
         """What the engine lacks is the module's (`engine.generate`, `engine.my_flag`)."""

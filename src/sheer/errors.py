@@ -29,6 +29,10 @@ class CheckpointError(SheerError, RuntimeError):
     """A checkpoint cannot be written or read; what was there before is unchanged."""
 
 
+class TornLoadError(CheckpointError):
+    """A load failed after its point of no return: values are old and new side by side until another load succeeds."""
+
+
 class CommError(SheerError, RuntimeError):
     """Ranks failed, disagree, or are missing."""
 

@@ -21,7 +21,8 @@ import sheer
 import sheer.testing
 from sheer import checkpoint
 from sheer.checkpoint import loading
-from sheer.errors import CheckpointError, CommError, UsageError
+from sheer.checkpoint.reader import Reader
+from sheer.errors import CheckpointError, CommError, TornLoadError, UsageError
 from sheer.optim.lion import Lion
 from sheer.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from tests.engine.models import Odd, batches, odd
@@ -367,22 +368,48 @@ def test_client_state_and_its_refusal(stage: int, tmp_path: Path) -> None:
 
 @everywhere
 @stages
-def test_a_load_reads_aside_no_more_than_parameters(stage: int, tmp_path: Path, monkeypatch) -> None:
-    """New optimizer state is read where it stays: besides it, a load holds this rank's parameters once more."""
+def test_a_load_stages_nothing(stage: int, tmp_path: Path, monkeypatch) -> None:
+    """Parameters are read into their own memory, and new optimizer state where it stays."""
     case = here(stage)
     engine = build(1, case)
     train(engine, case, range(1))
     engine.save_checkpoint(tmp_path)
-    aside, make = [], loading.host_empty
+    saved = snapshot(engine)
+    train(engine, case, range(1))
 
-    def counted(numel: int, dtype: torch.dtype) -> torch.Tensor:
-        aside.append(numel)
-        return make(numel, dtype)
+    def refused(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        raise AssertionError(f"{numel} elements of {dtype} are staged")
 
-    monkeypatch.setattr(loading, "host_empty", counted)
+    monkeypatch.setattr(loading, "host_empty", refused)
     engine.load_checkpoint(tmp_path)
-    own = sum(p.numel() for p in engine.module.parameters()) // (case.world if stage else 1)
-    assert 0 < sum(aside) <= own + 2 * 128 * len(engine.layout.buckets) + 1000  # padding, buffers
+    assert_same(snapshot(engine), saved)
+
+
+@everywhere
+def test_an_engine_torn_by_a_load_does_nothing_but_load_again(tmp_path: Path, monkeypatch) -> None:
+    case = here(1)
+    engine = build(1, case)
+    train(engine, case, range(1))
+    engine.save_checkpoint(tmp_path)
+    saved = snapshot(engine)
+    fill, reads = Reader.fill, []
+
+    def dying(self: Reader, requests: Any) -> int:
+        reads.append(self)
+        if len(reads) == 2:  # the first fills new optimizer state
+            raise OSError(5, "Input/output error")
+        return fill(self, requests)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Reader, "fill", dying)
+        with pytest.raises(TornLoadError, match=r"second read.*Input/output error"):
+            engine.load_checkpoint(tmp_path)
+    for use in (lambda: train(engine, case, range(1)), lambda: engine.save_checkpoint(tmp_path, "torn"), engine.step):
+        with pytest.raises(UsageError, match=r"failed half-way.* load a checkpoint first"):
+            use()
+    engine.load_checkpoint(tmp_path)
+    assert_same(snapshot(engine), saved)
+    train(engine, case, range(1))
 
 
 # --- parts of a checkpoint --------------------------------------------------------------------------------------------

@@ -15,16 +15,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
 
 from sheer.checkpoint import plain
 from sheer.checkpoint.shard import DTYPES, Interval, Key, known_kind, tiling_fault
 from sheer.errors import CheckpointError
 
-VERSION = 1
+VERSION = 2
+"""Version 1 had CRC-32 only, and called a piece's checksums `crc32`."""
 INDEX, STATE, RNG = "index.json", "state.json", "rng.safetensors"
 BLOCK = 1 << 20
 """Bytes under one checksum: the least that a partial read must fetch to know that what it got is what was written."""
@@ -38,6 +39,7 @@ _MEND = "The file is damaged or was edited; load another tag, or restore it from
 
 Count = Annotated[StrictInt, Field(ge=0, lt=1 << 63)]
 Crc32 = Annotated[StrictInt, Field(ge=0, lt=1 << 32)]
+Sum = Annotated[StrictInt, Field(ge=0, lt=1 << 64)]
 
 
 class _Model(BaseModel):
@@ -62,8 +64,8 @@ class Piece(_Model):
     file: StrictStr = ""
     at: Count = 0
     """Offset in the file."""
-    crc32: tuple[Crc32, ...] = ()
-    """One checksum per block of the piece."""
+    sums: tuple[Sum, ...] = Field(default=(), validation_alias=AliasChoices("sums", "crc32"))
+    """One checksum per block of the piece, of the checkpoint's kind."""
     inline: Annotated[StrictStr, Field(pattern=r"^([0-9a-f]{2})*$", max_length=2 * INLINE)] | None = None
 
 
@@ -99,7 +101,9 @@ class Content(_Model):
     world: Annotated[StrictInt, Field(ge=1)]
     """How many ranks wrote it."""
     block: Annotated[StrictInt, Field(ge=4096, le=1 << 30, multiple_of=64)]
-    """Bytes under one checksum; see `Piece.crc32`."""
+    """Bytes under one checksum; see `Piece.sums`."""
+    checksum: Literal["crc32", "xxh3"] = "crc32"
+    """What `Piece.sums` are; headers, small files and this index have a CRC-32 whatever it is."""
     files: dict[StrictStr, FileEntry]
     tensors: dict[StrictStr, dict[StrictStr, Entry]]
     """kind -> name -> tensor."""
@@ -232,7 +236,7 @@ def _piece_fault(piece: Piece, entry: Entry, content: Content) -> str:
     nbytes = (piece.stop - piece.start) * entry.torch_dtype.itemsize
     if piece.inline is not None:
         held = len(piece.inline) // 2
-        if piece.file or piece.at or piece.crc32 or held != nbytes:
+        if piece.file or piece.at or piece.sums or held != nbytes:
             return f"an inline piece of {nbytes} bytes holds {held}, or names a file besides"
         return ""
     file = content.files.get(piece.file)
@@ -240,8 +244,8 @@ def _piece_fault(piece: Piece, entry: Entry, content: Content) -> str:
         return f"a piece is in the file {piece.file!r:.80}, which the index does not list"
     if piece.at < file.head or piece.at + nbytes > file.size:
         return f"a piece lies outside the file {piece.file!r} ({file.size} bytes)"
-    if len(piece.crc32) != -(-nbytes // content.block):
-        return f"a piece of {nbytes} bytes has {len(piece.crc32)} checksums"
+    if len(piece.sums) != -(-nbytes // content.block):
+        return f"a piece of {nbytes} bytes has {len(piece.sums)} checksums"
     return ""
 
 

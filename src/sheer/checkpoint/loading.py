@@ -1,4 +1,8 @@
-"""Loading: a transaction. All ranks plan and agree, read aside and agree, and only then does anything change.
+"""Loading: a transaction. All ranks plan and agree, verify every byte and agree, and only then does anything change.
+
+Nothing is staged: tensors in use are filled by a second read, straight into their own memory. The system's page cache
+is what lies between the two reads; it costs this process nothing, and the system may take it back. Memory of our own
+would double the peak, and filling fresh memory is several times slower than reading the file twice.
 
 Which saved bytes go where is interval intersection: between what was saved and what this rank wants, for each name.
 No rank, stage or split of the run that saved plays a part.
@@ -18,11 +22,16 @@ from sheer.checkpoint import plain
 from sheer.checkpoint.folder import explained, locate, tag_of
 from sheer.checkpoint.index import RNG, STATE, Index, parse_index, read_index_bytes
 from sheer.checkpoint.ranks import Axis, on_first, together
-from sheer.checkpoint.reader import Request, convertible, host_empty, read, read_small
+from sheer.checkpoint.reader import Reader, Request, convertible, host_empty, read_small
 from sheer.checkpoint.shard import Key, Shard, check_shards
-from sheer.errors import CheckpointError, nearest
+from sheer.checkpoint.tensorfile import CHUNK
+from sheer.errors import CheckpointError, TornLoadError, nearest
 
 _SHOWN = 10  # how many names of each sort an error lists
+_TORN = (
+    "All bytes had been read and verified before, and some ranks have taken theirs over: tensors that were in "
+    "use may hold old and new values side by side. Load a checkpoint before going on, or end."
+)
 
 Allow = bool | Callable[[Key], bool]
 """Whether a missing tensor is to be accepted: for all alike, or asked for each."""
@@ -38,7 +47,7 @@ class LoadReport(NamedTuple):
     unexpected: tuple[Key, ...]
     """In the checkpoint, of a kind that was to be loaded, wanted by no rank."""
     nbytes: int
-    """Bytes that this rank fetched."""
+    """Bytes that this rank read; those of tensors in use count twice."""
 
 
 class _Source(NamedTuple):
@@ -106,11 +115,12 @@ def load(
     Other dtypes convert where the value keeps its meaning (fp32 to bf16; never fractions to integers). `kinds` limits
     what is loaded and what can be unexpected; others among `wanted` are left alone. `ties` maps aliases of this model
     to the names that `wanted` uses. A tensor tied in one and not in the other is loaded where that has one meaning:
-    a tied value fills both; two values fill one where they are equal. Peak host memory besides `wanted` and `fresh`:
-    as much as `wanted` again for what is read aside, and a few chunks.
+    a tied value fills both; two values fill one where they are equal. Host memory besides `wanted` and `fresh`: a few
+    chunks.
 
     Raises CheckpointError on every rank, with nothing changed, when a tensor is missing or unexpected and that is not
-    allowed, has another shape, cannot be converted, or its bytes are not those that were written.
+    allowed, has another shape, cannot be converted, or its bytes are not those that were written. Raises TornLoadError
+    on every rank where all bytes were found right and a rank could not read them again: values are then mixed.
     """
     axis.assemble(f"load_checkpoint(tag={index.tag!r})", timeout=timeout)
     doing = f"loading checkpoint {index.directory}"
@@ -122,14 +132,14 @@ def load(
     )
     found: list[_Findings] = axis.gather_objects(_judge(index, sources, merge_states=allow_unexpected))
     report = together(axis, doing, lambda: _decide(index, found, kinds, allow_missing, allow_unexpected))
-    staged: list[torch.Tensor] = []
     available = [source for source in sources if source.stored]
-    nbytes = together(axis, doing, lambda: _stage(index, available, staged, compare=not allow_unexpected))
-    with torch.no_grad():
-        for source in reversed(available):
-            values = staged.pop()
-            if values is not source.shard.data:
-                source.shard.data.copy_(values)
+    with Reader(index) as reader:
+        nbytes = together(axis, doing, lambda: _verify(reader, available, compare=not allow_unexpected))
+        in_use = _requests(source for source in available if not source.fresh)
+        try:
+            nbytes += together(axis, doing, lambda: reader.fill(in_use))
+        except BaseException as error:  # an interrupt leaves values mixed too
+            raise TornLoadError(f"{doing} failed in its second read: {error}\n{_TORN}") from error
     return report._replace(nbytes=nbytes)
 
 
@@ -152,7 +162,8 @@ def load_full(
         flat = host_empty(entry.numel, entry.torch_dtype)
         full[key.name] = flat.view(entry.shape)
         requests.append(Request(key, 0, flat))
-    read(index, requests)
+    with Reader(index) as reader:
+        reader.fill(requests)
     full.update({alias: full[owner] for alias, owner in index.ties.items() if owner in full})
     return full
 
@@ -300,28 +311,29 @@ def _shape(index: Index, key: Key) -> tuple[int, ...]:
     return entry.shape
 
 
-def _stage(index: Index, sources: Sequence[_Source], staged: list[torch.Tensor], *, compare: bool) -> int:
-    """Read what fills each shard into `staged`, in order; the bytes fetched. Destinations in use are not touched."""
-    for shard, _, fresh in sources:
-        in_place = fresh and shard.data.is_cpu
-        staged.append(shard.data if in_place else host_empty(shard.data.numel(), shard.data.dtype))
-    requests = [Request(s.stored[0], s.shard.start, out) for s, out in zip(sources, staged, strict=True)]
-    nbytes = read(index, requests)
-    if compare:
-        nbytes += sum(_compare_tied(index, source, out) for source, out in zip(sources, staged, strict=True))
-    return nbytes
+def _requests(sources: Iterable[_Source]) -> list[Request]:
+    return [Request(source.stored[0], source.shard.start, source.shard.data.detach()) for source in sources]
 
 
-def _compare_tied(index: Index, source: _Source, values: torch.Tensor) -> int:
-    """Where tied tensors were stored apart, make sure that they are equal; the bytes fetched for that."""
-    nbytes = 0
+def _verify(reader: Reader, sources: Sequence[_Source], *, compare: bool) -> int:
+    """Find all that is wrong with what fills `sources`, and fill the fresh ones; the bytes read. No other changes."""
+    nbytes = reader.fill(_requests(source for source in sources if source.fresh))
+    nbytes += reader.check(_requests(source for source in sources if not source.fresh))
+    return nbytes + (sum(_compare_tied(reader, source) for source in sources) if compare else 0)
+
+
+def _compare_tied(reader: Reader, source: _Source) -> int:
+    """Where tied tensors were stored apart, make sure, a chunk at a time, that they are equal; the bytes read."""
+    nbytes, shard = 0, source.shard
+    step = CHUNK // shard.data.dtype.itemsize
     for key in source.stored[1:]:
-        other = host_empty(values.numel(), values.dtype)
-        nbytes += read(index, [Request(key, source.shard.start, other)])
-        if not torch.equal(other.view(torch.uint8), values.view(torch.uint8)):
-            raise CheckpointError(
-                f"{source.stored[0]} and {key.name!r} are tied in this model; the checkpoint has two different "
-                f"values for them. Untie them in the model, or allow unexpected tensors to take that of "
-                f"{source.stored[0].name!r}."
-            )
+        for start in range(shard.start, shard.stop, step):
+            one, other = (host_empty(min(step, shard.stop - start), shard.data.dtype) for _ in range(2))
+            nbytes += reader.fill([Request(source.stored[0], start, one), Request(key, start, other)])
+            if not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
+                raise CheckpointError(
+                    f"{source.stored[0]} and {key.name!r} are tied in this model; the checkpoint has two different "
+                    f"values for them. Untie them in the model, or allow unexpected tensors to take that of "
+                    f"{source.stored[0].name!r}."
+                )
     return nbytes

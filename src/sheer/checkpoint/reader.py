@@ -1,27 +1,31 @@
-"""Reading tensors: which bytes an interval needs, fetched block by block, each block's checksum verified.
+"""Reading tensors: which bytes an interval needs, read block by block, each block's checksum verified as it arrives.
 
-Several threads fetch at once, a file at a time in the order of the bytes; each takes one chunk, so that memory
-besides the destinations stays a few chunks whatever the sizes of tensors and pieces are.
+Several threads read at once, a file at a time in the order of the bytes. Each takes one chunk and goes through it by
+blocks, so that a block is verified while it is still in the processor's cache, and memory besides the destinations
+stays a few chunks whatever the sizes of tensors and pieces are.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+import threading
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
+from sheer.checkpoint import checksum
 from sheer.checkpoint.index import Entry, Index, Piece
 from sheer.checkpoint.shard import Key
-from sheer.checkpoint.tensorfile import CHUNK, checksums
+from sheer.checkpoint.tensorfile import CHUNK
 from sheer.errors import CheckpointError
 
 _THREADS = min(4, os.cpu_count() or 1)
+_MOST_OPEN = 256  # files held open at once; processes are commonly allowed a thousand
 
 
 class Request(NamedTuple):
@@ -31,7 +35,7 @@ class Request(NamedTuple):
     start: int
     """First element."""
     out: torch.Tensor
-    """1-D, contiguous, on the host: where the elements go, converted to its dtype."""
+    """1-D, contiguous: where the elements go, converted to its dtype."""
 
 
 class _Fetch(NamedTuple):
@@ -47,6 +51,18 @@ class _Fetch(NamedTuple):
     """Elements at the chunk's start that are not wanted."""
     out: torch.Tensor
 
+    @property
+    def direct(self) -> bool:
+        """Whether the bytes of a file, all of them, are the destination's."""
+        if self.piece.inline is not None:
+            return False
+        return self.out.is_cpu and self.out.dtype == self.dtype and self.out.nbytes == self.nbytes
+
+    @property
+    def exact(self) -> bool:
+        """Whether every value converts with its meaning kept; integers may not fit."""
+        return self.dtype.is_floating_point or self.dtype.is_complex or self.dtype == self.out.dtype
+
 
 def host_empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """A 1-D tensor in host memory to be filled, whatever torch's default device is."""
@@ -60,24 +76,121 @@ def convertible(stored: torch.dtype, wanted: torch.dtype) -> bool:
     return torch.can_cast(stored, wanted)
 
 
-def read(index: Index, requests: Iterable[Request]) -> int:
-    """Fill every request's `out`; the number of bytes fetched.
+class Reader:
+    """Reads the tensors of one checkpoint. A context manager: it holds threads, their scratch memory and open files.
 
-    Raises CheckpointError, naming file and tensor, where bytes are missing or not those that were written.
+    A file that was opened stays what it was, also where another save replaces the checkpoint meanwhile (for up to 256
+    files of one rank).
     """
-    fetches: list[_Fetch] = []
-    for request in requests:
-        entry = index.entry(request.key)
-        assert entry is not None, "requests are planned from the index"
-        for piece in entry.pieces:
-            fetches.extend(_plan(request, entry, piece, index.content.block))
-    for fetch in (f for f in fetches if f.piece.inline is not None):
-        _place(fetch, np.frombuffer(bytes.fromhex(fetch.piece.inline or ""), np.uint8).copy())
-    stored = sorted((f for f in fetches if f.piece.inline is None), key=lambda f: (f.piece.file, f.piece.at, f.first))
-    with ThreadPoolExecutor(_THREADS) as pool:
+
+    def __init__(self, index: Index) -> None:
+        """Raises CheckpointError where the checkpoint's kind of checksum cannot be had."""
+        self._index = index
+        self._checksum = checksum.named(index.content.checksum)
+        self._files: dict[str, int] = {}
+        self._scratch = threading.local()
+        self._pool = ThreadPoolExecutor(_THREADS)
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._pool.shutdown()
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def fill(self, requests: Iterable[Request]) -> int:
+        """Fill every request's `out`; the number of bytes read.
+
+        Raises CheckpointError, naming file and tensor, where bytes are missing or not those that were written.
+        """
+        return self._each(requests, self._fill)
+
+    def check(self, requests: Iterable[Request]) -> int:
+        """Find all that `fill` would find wrong, leaving every `out` as it is; the number of bytes read."""
+        return self._each(requests, self._check)
+
+    def _each(self, requests: Iterable[Request], work: Callable[[_Fetch, int], None]) -> int:
+        """Do `work` with every chunk that `requests` need and the file that it is in."""
+        fetches: list[_Fetch] = []
+        for request in requests:
+            entry = self._index.entry(request.key)
+            assert entry is not None, "requests are planned from the index"
+            for piece in entry.pieces:
+                fetches.extend(_plan(request, entry, piece, self._index.content.block))
+        stored = sorted(fetches, key=lambda f: (f.piece.file, f.piece.at, f.first))
         for file, group in itertools.groupby(stored, key=lambda f: f.piece.file):
-            _read_file(index, file, list(group), pool)
-    return sum(fetch.nbytes for fetch in stored)
+            try:
+                fd = self._open(file) if file else -1  # what stands in the index needs none
+                for _ in self._pool.map(lambda fetch: work(fetch, fd), list(group)):  # noqa: B023  (ends before it changes)
+                    pass
+            except OSError as error:
+                raise self._index.damaged(file, f"it cannot be read ({error.strerror or error})") from error
+        return sum(fetch.nbytes for fetch in stored if fetch.piece.inline is None)
+
+    def _open(self, file: str) -> int:
+        """The open file, its header verified."""
+        if file in self._files:
+            return self._files[file]
+        if len(self._files) >= _MOST_OPEN:
+            os.close(self._files.pop(next(iter(self._files))))
+        fd = self._files[file] = os.open(self._index.directory / file, os.O_RDONLY)
+        entry = self._index.content.files[file]
+        head = memoryview(bytearray(entry.head))
+        if _read_fully(fd, head, 0) < entry.head or zlib.crc32(head) != entry.crc32:
+            raise self._index.damaged(file, "its header does not match its checksum")
+        return fd
+
+    def _fill(self, fetch: _Fetch, fd: int) -> None:
+        """Read one chunk, straight into its destination where dtype and extent are the same."""
+        if fetch.direct:
+            self._read(fetch, fd, fetch.out.view(torch.uint8).numpy().data)
+        else:
+            fetch.out.copy_(self._converted(fetch, fd))
+
+    def _check(self, fetch: _Fetch, fd: int) -> None:
+        """Read one chunk and let it go; where conversion cannot fail, no more than a block of it at a time."""
+        if fetch.exact and fetch.piece.inline is None:
+            self._read(fetch, fd, self._room(min(fetch.nbytes, self._index.content.block)))
+        else:
+            self._converted(fetch, fd)
+
+    def _converted(self, fetch: _Fetch, fd: int) -> torch.Tensor:
+        """The wanted elements of a chunk as they are stored, found to be what the destination can hold."""
+        if fetch.piece.inline is None:
+            raw = self._room(fetch.nbytes)
+            self._read(fetch, fd, raw)
+        else:
+            raw = memoryview(bytearray.fromhex(fetch.piece.inline))
+        stored = torch.frombuffer(raw, dtype=fetch.dtype)[fetch.skip : fetch.skip + fetch.out.numel()]
+        if not fetch.exact and not torch.equal(stored.to(fetch.out.dtype).to(fetch.dtype), stored):
+            raise CheckpointError(
+                f"{fetch.key} holds integers (stored as {fetch.dtype}) that {fetch.out.dtype} cannot hold exactly. "
+                f"Load it into a tensor of dtype {fetch.dtype}."
+            )
+        return stored
+
+    def _read(self, fetch: _Fetch, fd: int, into: memoryview) -> None:
+        """Read a chunk block by block and verify each; `into` is used again and again where it is smaller."""
+        block = self._index.content.block
+        written = fetch.piece.sums[fetch.first // block :]
+        for number, at in enumerate(range(0, fetch.nbytes, block)):
+            size = min(block, fetch.nbytes - at)
+            place = at % len(into)
+            part = into[place : place + size]
+            where = fetch.piece.at + fetch.first + at
+            if _read_fully(fd, part, where) < size:
+                raise self._index.damaged(fetch.piece.file, f"{fetch.key}: the file ends early")
+            if self._checksum(part) != written[number]:
+                fault = f"{fetch.key}: bytes {where} to {where + size} do not match their checksum"
+                raise self._index.damaged(fetch.piece.file, fault)
+
+    def _room(self, nbytes: int) -> memoryview:
+        """Memory of this thread's own, the same each time: fresh memory costs more than what is done with it."""
+        room: memoryview = getattr(self._scratch, "room", memoryview(b""))
+        if len(room) < nbytes:
+            room = self._scratch.room = memoryview(bytearray(nbytes))
+        return room[:nbytes]
 
 
 def read_small(index: Index, file: str) -> bytes:
@@ -111,59 +224,6 @@ def _plan(request: Request, entry: Entry, piece: Piece, block: int) -> Iterator[
 def _needed(skip: int, out: torch.Tensor, width: int, block: int, most: int) -> int:
     """Bytes to fetch for the first `skip + len(out)` elements: whole blocks, at most `most`."""
     return min(most, -(-(skip + out.numel()) * width // block) * block)
-
-
-def _read_file(index: Index, file: str, fetches: list[_Fetch], pool: ThreadPoolExecutor) -> None:
-    try:
-        fd = os.open(index.directory / file, os.O_RDONLY)
-    except OSError as error:
-        raise index.damaged(file, f"it cannot be opened ({error.strerror or error})") from error
-    try:
-        _check_head(index, file, fd)
-        for _ in pool.map(lambda fetch: _fetch(index, fd, fetch), fetches):
-            pass
-    except OSError as error:
-        raise index.damaged(file, f"it cannot be read ({error.strerror or error})") from error
-    finally:
-        os.close(fd)
-
-
-def _check_head(index: Index, file: str, fd: int) -> None:
-    entry = index.content.files[file]
-    head = memoryview(bytearray(entry.head))
-    if _read_fully(fd, head, 0) < entry.head or zlib.crc32(head) != entry.crc32:
-        raise index.damaged(file, "its header does not match its checksum")
-
-
-def _fetch(index: Index, fd: int, fetch: _Fetch) -> None:
-    """Read one chunk, straight into its destination where dtype and extent are the same."""
-    direct = fetch.out.dtype == fetch.dtype and fetch.out.nbytes == fetch.nbytes
-    raw = fetch.out.view(torch.uint8).numpy() if direct else np.empty(fetch.nbytes, np.uint8)
-    got = _read_fully(fd, raw.data, fetch.piece.at + fetch.first)
-    if got < fetch.nbytes:
-        raise index.damaged(fetch.piece.file, f"{fetch.key}: the file ends early")
-    block = index.content.block
-    begin = fetch.first // block
-    sums = checksums(raw.data, block)
-    for number, (found, written) in enumerate(zip(sums, fetch.piece.crc32[begin:], strict=False)):
-        if found != written:
-            at = fetch.piece.at + fetch.first + number * block
-            fault = f"{fetch.key}: bytes {at} to {at + block} do not match their checksum"
-            raise index.damaged(fetch.piece.file, fault)
-    if not direct:
-        _place(fetch, raw)
-
-
-def _place(fetch: _Fetch, raw: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
-    """Convert the wanted part of a chunk into its destination."""
-    stored = torch.from_numpy(raw).view(fetch.dtype)[fetch.skip : fetch.skip + fetch.out.numel()]
-    fetch.out.copy_(stored)
-    exact = fetch.dtype.is_floating_point or fetch.dtype.is_complex or fetch.dtype == fetch.out.dtype
-    if not exact and not torch.equal(fetch.out.to(fetch.dtype), stored):
-        raise CheckpointError(
-            f"{fetch.key} holds integers (stored as {fetch.dtype}) that {fetch.out.dtype} cannot hold exactly. "
-            f"Load it into a tensor of dtype {fetch.dtype}."
-        )
 
 
 def _read_fully(fd: int, out: memoryview, at: int) -> int:

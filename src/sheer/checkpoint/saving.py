@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import safetensors.torch
 import torch
 
-from sheer.checkpoint import plain
+from sheer.checkpoint import checksum, plain
 from sheer.checkpoint.folder import Staging, check_tag, explained, tag_of
 from sheer.checkpoint.index import BLOCK, INDEX, RNG, STATE, parse_index, read_index_bytes, render_index, ties_fault
 from sheer.checkpoint.ranks import Axis, on_first, together
@@ -51,6 +51,14 @@ class _Documents(NamedTuple):
 
     facts: dict[str, Any]
     state: bytes
+
+
+class _Aside(NamedTuple):
+    """What rank 0 tells the others of the directory to write to."""
+
+    path: Path
+    checksum: str
+    """The name of the checksum that all ranks take."""
 
 
 def save(
@@ -112,7 +120,7 @@ def _offer(tag: str, shards: Sequence[Shard], rng: Mapping[str, torch.Tensor]) -
     return _Offer(check_tag(tag), held, stored_nbytes(shards), states)
 
 
-def _prepare(root: Path, offers: Sequence[_Offer], documents: _Documents, staging: list[Staging]) -> Path:
+def _prepare(root: Path, offers: Sequence[_Offer], documents: _Documents, staging: list[Staging]) -> _Aside:
     """Rank 0: check that the ranks' offers make one whole checkpoint, and make the directory to write it to."""
     tags = {offer.tag: rank for rank, offer in reversed(list(enumerate(offers)))}
     if len(tags) > 1:
@@ -125,7 +133,7 @@ def _prepare(root: Path, offers: Sequence[_Offer], documents: _Documents, stagin
         raise CheckpointError(f"{fault}.")
     nbytes = sum(offer.nbytes + 400 * len(offer.held) + len(offer.rng) for offer in offers)
     staging.append(Staging(root, offers[0].tag, nbytes=nbytes + len(documents.state) + _SPARE))
-    return staging[0].path
+    return _Aside(staging[0].path, checksum.preferred())
 
 
 def _check_whole(offers: Sequence[_Offer]) -> set[Key]:
@@ -148,31 +156,34 @@ def _check_whole(offers: Sequence[_Offer]) -> set[Key]:
     return set(first)
 
 
-def _write(aside: Path, rank: int, shards: Sequence[Shard]) -> Written:
-    if not aside.is_dir():
+def _write(aside: _Aside, rank: int, shards: Sequence[Shard]) -> Written:
+    path = aside.path
+    if not path.is_dir():
         raise CheckpointError(
-            f"{aside}, which rank 0 made, cannot be seen from rank {rank}. All ranks save to one shared directory."
+            f"{path}, which rank 0 made, cannot be seen from rank {rank}. All ranks save to one shared directory."
         )
-    with explained(f"cannot write to {aside}"):
-        return write_shards(aside / f"rank{rank:05d}.safetensors", shards)
+    with explained(f"cannot write to {path}"):
+        return write_shards(path / f"rank{rank:05d}.safetensors", shards, checksum=checksum.named(aside.checksum))
 
 
-def _complete(aside: Path, parts: Sequence[Written], documents: _Documents, offers: Sequence[_Offer]) -> None:
+def _complete(aside: _Aside, parts: Sequence[Written], documents: _Documents, offers: Sequence[_Offer]) -> None:
     """Rank 0: write what is not a rank's own, then open the result as a reader would."""
     files = {name: entry for part in parts for name, entry in part.files.items()}
-    with explained(f"cannot write to {aside}"):
-        files[STATE] = write_bytes(aside / STATE, documents.state)
-        files[RNG] = write_bytes(aside / RNG, _merge_rng([offer.rng for offer in offers]))
+    path = aside.path
+    with explained(f"cannot write to {path}"):
+        files[STATE] = write_bytes(path / STATE, documents.state)
+        files[RNG] = write_bytes(path / RNG, _merge_rng([offer.rng for offer in offers]))
         content = {
             "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "world": len(parts),
             "block": BLOCK,
+            "checksum": aside.checksum,
             "files": files,
             "facts": documents.facts,
             "tensors": _merge_tensors([part.tensors for part in parts]),
         }
-        write_bytes(aside / INDEX, render_index(content))
-        parse_index(read_index_bytes(aside), directory=aside, tag=tag_of(aside))
+        write_bytes(path / INDEX, render_index(content))
+        parse_index(read_index_bytes(path), directory=path, tag=tag_of(path))
 
 
 def _merge_tensors(parts: Sequence[Tensors]) -> Tensors:

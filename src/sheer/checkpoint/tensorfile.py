@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sheer.checkpoint import plain
+from sheer.checkpoint.checksum import Checksum, of_blocks
 from sheer.checkpoint.index import BLOCK, INLINE
 from sheer.checkpoint.shard import SAFETENSORS_CODES, Shard, as_bytes
 
@@ -44,7 +45,7 @@ def stored_nbytes(shards: Sequence[Shard]) -> int:
     return sum(shard.data.nbytes for shard in shards if not _is_small(shard))
 
 
-def write_shards(path: Path, shards: Sequence[Shard]) -> Written:
+def write_shards(path: Path, shards: Sequence[Shard], *, checksum: Checksum) -> Written:
     """Write `shards` to the new file `path` and flush it; small tensors go to the index, and no file is made for none.
 
     Errors of the file system come as they are (OSError).
@@ -61,7 +62,8 @@ def write_shards(path: Path, shards: Sequence[Shard]) -> Written:
         write_fully(file.fileno(), header)
         at = len(header)
         for shard in large:
-            _add(tensors, shard, {"file": path.name, "at": at, "crc32": _write_one(file.fileno(), shard.data, pool)})
+            sums = _write_one(file.fileno(), shard.data, pool, checksum)
+            _add(tensors, shard, {"file": path.name, "at": at, "sums": sums})
             at += shard.data.nbytes
         os.fsync(file.fileno())
     entry = {"size": at, "head": len(header), "crc32": zlib.crc32(header)}
@@ -83,17 +85,12 @@ def write_fully(fd: int, data: bytes | memoryview) -> None:
         rest = rest[os.write(fd, rest) :]
 
 
-def checksums(data: memoryview, block: int) -> list[int]:
-    """The crc32 of each `block` bytes of `data`."""
-    return [zlib.crc32(data[at : at + block]) for at in range(0, len(data), block)]
-
-
-def _write_one(fd: int, data: torch.Tensor, pool: ThreadPoolExecutor) -> list[int]:
+def _write_one(fd: int, data: torch.Tensor, pool: ThreadPoolExecutor, checksum: Checksum) -> list[int]:
     """Write one tensor chunk by chunk, its checksums taken meanwhile."""
     sums: list[int] = []
     due: deque[Future[list[int]]] = deque()
     for chunk in _chunks(data):
-        due.append(pool.submit(checksums, chunk, BLOCK))
+        due.append(pool.submit(of_blocks, chunk, block=BLOCK, checksum=checksum))
         write_fully(fd, chunk)
         if len(due) > _AHEAD:
             sums += due.popleft().result()
