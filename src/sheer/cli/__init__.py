@@ -16,6 +16,7 @@ COMMANDS = {
     "config": "sheer.cli.config",
     "ckpt": "sheer.cli.ckpt",
     "compile-report": "sheer.cli.compile_report",
+    "schedule": "sheer.cli.schedule",
 }
 
 

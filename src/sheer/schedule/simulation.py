@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -77,6 +78,8 @@ def simulate(schedule: Schedule, *, cost: Cost = equal_cost, latency: float = 0.
     Raises UsageError where stages wait for each other forever: it names the action at which each stopped, what that
     waits for and who should give it.
     """
+    if not 0 <= latency < math.inf:
+        raise UsageError(f"latency is {latency}; it must be 0 or more")
     run = _Run(schedule, cost, latency)
     while run.advance():
         pass
