@@ -17,7 +17,7 @@ class Block(nn.Module):
         self.linear = nn.Linear(width, width)
 
     def forward(self, x):
-        if float(x.detach().sum()) > 1e9:  # a block may do anything
+        if x.shape[0] > 1000:  # a block may do anything
             raise ValueError("too large")
         return x + torch.tanh(self.linear(self.norm(x)))
 

@@ -19,21 +19,23 @@ _NOT_CALLABLE = nn.Module.forward
 def find_blocks(module: nn.Module) -> tuple[str, ...]:
     """FQNs of the repeated blocks of `module`, in the order of its modules; `("",)`, the whole module, if none repeat.
 
-    A block is one of two or more children of one `ModuleList`, `Sequential` or `ModuleDict` that have the same class
-    and parameters. The outermost repetition wins. Bare containers and the single layers of `torch.nn` (two `Linear` in
-    one `Sequential`) are no blocks: compiling them one by one would gain nothing.
+    A block is one of two or more children of one `ModuleList`, `Sequential` or `ModuleDict`, or of any module that
+    names them by numbers as these do (a stage of a pipeline), that have the same class and parameters. The outermost
+    repetition wins. Bare containers and the single layers of `torch.nn` (two `Linear` in one `Sequential`) are no
+    blocks: compiling them one by one would gain nothing.
     """
     found: list[str] = []
     seen: set[int] = set()
 
     def walk(parent: nn.Module, prefix: str) -> None:
         children = [(name, child) for name, child in parent._modules.items() if child is not None]
-        repeated = _repeated_classes(children) if isinstance(parent, _CONTAINERS) else set()
+        listed = children if isinstance(parent, _CONTAINERS) else [(n, child) for n, child in children if n.isdigit()]
+        repeated = _repeated_classes(listed)
         for name, child in children:
             if id(child) in seen:  # one module at several places counts at each, and is named once
                 continue
             seen.add(id(child))
-            if type(child) in repeated:
+            if type(child) in repeated and (name, child) in listed:
                 found.append(prefix + name)
             else:
                 walk(child, f"{prefix}{name}.")

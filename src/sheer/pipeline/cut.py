@@ -212,10 +212,19 @@ class Cut:
 
     def populate(self, root: nn.Module, units: Sequence[int]) -> Mapping[int, Unit]:
         """Put the model's own submodules and parameters into `root`, under the model's names."""
-        for name in sorted({name for unit in units for name in self._names[unit]}, key=lambda name: name.count(".")):
-            self._put(root, name)
+        wanted = {name for unit in units for name in self._names[unit]}
+        for name in (*self._in_order(), *self._record[True].constants):
+            if name in wanted:
+                self._put(root, name)
         root.training = self.model.training
         return {unit: self._units[unit] for unit in units}
+
+    def _in_order(self) -> Iterator[str]:
+        """Every module, parameter and buffer of the model, so that a stage has its own in the model's order."""
+        for prefix, module in self.model.named_modules(remove_duplicate=False):
+            yield prefix
+            for name in (*module._parameters, *module._buffers):
+                yield f"{prefix}.{name}" if prefix else name
 
     def _put(self, root: nn.Module, name: str) -> None:
         *path, last = name.split(".")

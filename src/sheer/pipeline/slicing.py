@@ -15,9 +15,9 @@ from sheer.pipeline.tracing import Program
 
 _VIEWS = frozenset(
     {"contiguous", "flatten", "float", "getitem", "permute", "reshape", "squeeze", "to", "transpose", "unsqueeze"}
-    | {"view", "view_as"}
+    | {"view", "view_as", "getattr", "size"}
 )
-"""What a loss does to an output before it meets the labels; left to the loss, so that the output stays the output."""
+"""What a loss does to an output before it meets the labels; it is left to the loss, so that the output stays whole."""
 
 
 class Slice(NamedTuple):
