@@ -270,3 +270,43 @@ def test_a_stage_has_the_models_order():
     module = PipelineModule.from_module(model, blocks="body.blocks.*", num_stages=1, stage=0)
     assert [name for name, _ in module.named_parameters()] == [name for name, _ in model.named_parameters()]
     assert list(module.state_dict()) == list(model.state_dict())
+
+
+class Shapes(nn.Module):
+    """A shape and a device found before the blocks and used after them; statistics in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x):
+        shape, device = x.size(), x.device
+        x = self.norm(x.flatten(0, 1))
+        for block in self.blocks:
+            x = block(x)
+        return x.view(shape) + torch.arange(WIDTH, device=device), shape[0]
+
+
+def test_shapes_travel_and_devices_do_not():
+    model = Shapes()
+    split = cut(model, 2, blocks="blocks.*", loss_fn=print, boundaries=[0, 2, 4])
+    x = torch.randn(2, 3, WIDTH)
+    carry = split[0].run(x)
+    assert [type(value) for value in carry if not isinstance(value, torch.Tensor)] == [torch.Size]
+    out, batch = split[1].run(carry)
+    assert torch.equal(out, model(x)[0])
+    assert batch == 2
+
+
+def test_measuring_leaves_the_model_alone():
+    model = Shapes()
+    before = copy.deepcopy(model.state_dict())
+    state = torch.get_rng_state()
+    module = PipelineModule.from_module(
+        model, blocks="blocks.*", num_stages=2, stage=0, loss_fn=print, partition_method="time",
+        sample_input=torch.randn(2, 3, WIDTH),
+    )  # fmt: skip
+    assert len(module.parts) == 2
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    torch.set_rng_state(state)

@@ -44,15 +44,13 @@ class CutUnit:
     evaluating: Slice
     entry: Arguments | None
     """On the first unit: how to name what comes in."""
-    last: bool
-    """Whether it returns the output, not a carry."""
 
     def __call__(self, root: nn.Module, carry: Any) -> Any:
         """Run on the values that are alive at the cut before it."""
         part = self.training if root.training else self.evaluating
         takes = part.piece.takes
         values = dict(zip(takes, carry, strict=True)) if self.entry is None else self.entry.bind(carry)
-        return part.run(root, values) if self.last else part.carry(root, values)
+        return part.run(root, values)
 
 
 @dataclass(frozen=True)
@@ -306,7 +304,7 @@ class Cut:
         for index, pair in enumerate(zip(training.units, evaluating.units, strict=True)):
             kind = kinds[index] or ("Prologue" if index < count - 1 else "Epilogue")
             entry = self.entry if index == 0 else None
-            units.append(CutUnit(kind, self._names[index], *pair, entry=entry, last=index == count - 1))
+            units.append(CutUnit(kind, self._names[index], *pair, entry=entry))
         return units
 
     def _loss_of(self, sliced: tuple[Sliced, Sliced]) -> CutLoss | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -52,24 +52,28 @@ class Piece(NamedTuple):
     takes: tuple[str, ...]
     calls: tuple[Call, ...]
     gives: tuple[str, ...]
+    dead: tuple[tuple[str, ...], ...]
+    """What nobody needs any more after each call."""
+
+    @classmethod
+    def of(cls, calls: Sequence[Call], *, takes: Sequence[str], gives: Sequence[str]) -> Piece:
+        """The piece that makes these calls."""
+        needed = set(gives)
+        dead: list[tuple[str, ...]] = []
+        for call in reversed(calls):
+            used = call.refs() | {call.name}
+            dead.append(tuple(sorted(used - needed)))
+            needed |= used
+        return cls(tuple(takes), tuple(calls), tuple(gives), tuple(reversed(dead)))
 
     def run(self, root: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
         """Run on `values`; each is let go after its last use."""
         known = {name: values[name] for name in self.takes}
-        for call, dead in zip(self.calls, self._last_uses(), strict=True):
+        for call, dead in zip(self.calls, self.dead, strict=True):
             known[call.name] = run_call(root, call, known)
             for name in dead:
                 del known[name]
         return {name: known[name] for name in self.gives}
-
-    def _last_uses(self) -> list[tuple[str, ...]]:
-        seen = set(self.gives)
-        found: list[tuple[str, ...]] = []
-        for call in reversed(self.calls):
-            used = call.refs() | {call.name}
-            found.append(tuple(sorted(used - seen)))
-            seen |= used
-        return found[::-1]
 
 
 def run_call(root: nn.Module, call: Call, known: Mapping[str, Any]) -> Any:

@@ -30,10 +30,6 @@ class Slice(NamedTuple):
         """Run on `values`, with the modules of `root`."""
         return fill(self.returns, self.piece.run(root, values))
 
-    def carry(self, root: nn.Module, values: Mapping[str, Any]) -> tuple[Any, ...]:
-        """The same for what travels on; shapes do as plain tuples."""
-        return tuple(tuple(v) if type(v) is torch.Size else v for v in self.run(root, values))
-
 
 class Sliced(NamedTuple):
     """A program in units. What follows from the labels is apart: it is the loss."""
@@ -70,7 +66,7 @@ def slice_program(program: Program, *, blocks: Collection[str], labels: Collecti
         gives = tuple(name for name in order if name in after)
         after = _needs(calls, after)
         takes = tuple(name for name in order if name in after)
-        slices.append(Slice(Piece(takes, calls, gives), tuple(Ref(name) for name in gives)))
+        slices.append(Slice(Piece.of(calls, takes=takes, gives=gives), tuple(Ref(name) for name in gives)))
     slices.reverse()
     gives = slices[-1].piece.gives
     if not labels:
@@ -79,7 +75,7 @@ def slice_program(program: Program, *, blocks: Collection[str], labels: Collecti
     if len(gives) == 1:
         slices[-1] = slices[-1]._replace(returns=Ref(gives[0]))
     wanted = tuple(sorted(refs_in(program.output)))
-    loss = Slice(Piece((*gives, *sorted(label_refs)), loss_calls, wanted), program.output)
+    loss = Slice(Piece.of(loss_calls, takes=(*gives, *sorted(label_refs)), gives=wanted), program.output)
     return Sliced(tuple(slices), tuple(names), loss)
 
 

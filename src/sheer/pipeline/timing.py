@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,16 +27,28 @@ class Stopwatch:
         """Measure `unit` on the carry that has been reached."""
         best = float("inf")
         output: Any = None
-        for _ in range(_REPEATS):
-            carry = _pytree.tree_map_only(Tensor, _fresh, self._carry)
-            began = time.perf_counter()
-            output = unit(root, carry)
-            _backward(output)
-            best = min(best, time.perf_counter() - began)
+        with untouched(root):
+            for _ in range(_REPEATS):
+                carry = _pytree.tree_map_only(Tensor, _fresh, self._carry)
+                began = time.perf_counter()
+                output = unit(root, carry)
+                _backward(output)
+                best = min(best, time.perf_counter() - began)
         for parameter in root.parameters():
             parameter.grad = None
         self.seconds.append(best)
         self._carry = output
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Leave buffers and torch's CPU generator as they are now."""
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with torch.random.fork_rng(devices=[]):
+        yield
+    with torch.no_grad():
+        for buffer, value in before:
+            buffer.copy_(value)
 
 
 def _fresh(tensor: Tensor) -> Tensor:

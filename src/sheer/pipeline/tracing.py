@@ -8,7 +8,6 @@ runs.
 
 from __future__ import annotations
 
-import contextlib
 import dis
 import linecache
 import operator
@@ -23,6 +22,7 @@ from torch import fx, nn
 
 from sheer.errors import SheerError, UsageError
 from sheer.pipeline.program import Call, Op, Ref, expect, run_call
+from sheer.pipeline.timing import untouched
 
 _FACTORIES = tuple(
     getattr(torch, name)
@@ -231,7 +231,7 @@ class _Samples:
     def value(self, node: fx.Node) -> Any:
         """What this call gives."""
         waiting = [node]
-        with fx._symbolic_trace._maybe_revert_all_patches(), torch.no_grad(), _untouched(self._model):
+        with fx._symbolic_trace._maybe_revert_all_patches(), torch.no_grad(), untouched(self._model):
             while waiting:
                 last = waiting[-1]
                 if last.op == "placeholder" and _name(last) not in self._known:
@@ -244,17 +244,6 @@ class _Samples:
                 if _name(last) not in self._known:
                     self._known[_name(last)] = run_call(self._model, _call(last), self._known)
         return self._known[_name(node)]
-
-
-@contextlib.contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    """Leave buffers and torch's CPU generator as they were."""
-    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with torch.random.fork_rng(devices=[]):
-        yield
-    for buffer, value in before:
-        if not torch.equal(buffer, value):
-            buffer.copy_(value)
 
 
 # ---- where in the user's code
