@@ -12,6 +12,7 @@ from sheer.comm.arena import Arena
 from sheer.comm.axis import Axis
 from sheer.comm.counters import Counters, Traffic
 from sheer.comm.lane import Lane
+from sheer.comm.links import CONTROL_BYTES, Link, Links, MessageCounters, Route, build_links
 from sheer.comm.mesh import (
     Mesh,
     build_mesh,
@@ -26,17 +27,23 @@ from sheer.comm.tickets import Finish, Ticket
 from sheer.comm.transport import GlooTransport, NativeTransport, Transport
 
 __all__ = [
+    "CONTROL_BYTES",
     "Arena",
     "Axis",
     "Counters",
     "Finish",
     "GlooTransport",
     "Lane",
+    "Link",
+    "Links",
     "Mesh",
+    "MessageCounters",
     "NativeTransport",
+    "Route",
     "Ticket",
     "Traffic",
     "Transport",
+    "build_links",
     "build_mesh",
     "data_axis",
     "destroy_process_group",

@@ -1,0 +1,215 @@
+"""Point to point: one in-order link for each direction and purpose between two stages.
+
+A message is a control block of fixed size, then, where it says so, more control bytes, then the raw tensors. Control
+travels by CPU, so that a receiver learns shapes without waiting for its device. On gloo a link is a pair of tags in the
+pipe's group. Elsewhere it is a group of its own two ranks: a backend with streams runs what is in one group in the
+order of its submission, and two directions, or two peers, would wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from sheer.comm.axis import Axis
+from sheer.comm.tickets import Ticket, completing
+
+_Group = dist.ProcessGroup | None
+
+CONTROL_BYTES = 512
+"""Size of every control block: the whole overhead of a message in a steady step."""
+
+
+class Route(NamedTuple):
+    """Which link: from stage to stage, for one purpose (an order of messages of its own)."""
+
+    source: int
+    target: int
+    purpose: str
+
+    def __str__(self) -> str:
+        return f"{self.purpose} from stage {self.source} to stage {self.target}"
+
+
+class MessageCounters:
+    """Always-on counts of what this rank has sent; regression tests read them."""
+
+    def __init__(self) -> None:
+        self.messages = 0
+        self.control_bytes = 0
+        self.tensor_bytes = 0
+
+
+class _Post(NamedTuple):
+    """How to reach the peer for one kind of data."""
+
+    group: dist.ProcessGroup
+    peer: int
+    tag: int
+
+    def send(self, tensor: torch.Tensor) -> dist.Work:
+        work = dist.isend(tensor, group=self.group, group_dst=self.peer, tag=self.tag)
+        assert work is not None
+        return work
+
+    def receive(self, tensor: torch.Tensor) -> dist.Work:
+        work = dist.irecv(tensor, group=self.group, group_src=self.peer, tag=self.tag)
+        assert work is not None
+        return work
+
+
+class Link:
+    """One end of one route: this rank either sends on it or receives. Messages arrive in the order of sending."""
+
+    def __init__(self, route: Route, control: _Post, tensors: _Post, counters: MessageCounters) -> None:
+        self.route = route
+        self._control = control
+        self._tensors = tensors
+        self._counters = counters
+        self._announced: Ticket | None = None
+        self._block = torch.empty(0, dtype=torch.uint8)
+        self._sent: deque[Ticket] = deque()
+
+    # --- sending ----------------------------------------------------------------------------------------------------
+
+    def send(self, control: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+        """Start one message: `control` are CPU byte tensors, the first a whole block; `tensors` are flat bytes.
+
+        The buffers are leased until `settle`.
+        """
+        held = (*control, *tensors)
+        what = f"sending the {self.route}"
+        with completing(what):
+            works = [self._control.send(part) for part in control]
+            works += [self._tensors.send(tensor) for tensor in tensors]
+        self._sent.append(Ticket(works, held, what, None))
+        self._counters.messages += 1
+        self._counters.control_bytes += sum(part.nbytes for part in control)
+        self._counters.tensor_bytes += sum(tensor.nbytes for tensor in tensors)
+
+    @property
+    def unsettled(self) -> int:
+        """Messages sent whose buffers are still leased."""
+        return len(self._sent)
+
+    def settle(self, *, keep: int = 0) -> None:
+        """Wait for the oldest messages until `keep` are left, and give their buffers back."""
+        while len(self._sent) > keep:
+            self._sent.popleft().wait()
+
+    # --- receiving --------------------------------------------------------------------------------------------------
+
+    def expect(self) -> None:
+        """Make room for the next message's control block, so that it can arrive during other work."""
+        assert self._announced is None, f"the {self.route} is expected already"
+        self._block = torch.empty(CONTROL_BYTES, dtype=torch.uint8)
+        with completing(f"receiving the {self.route}"):
+            work = self._control.receive(self._block)
+        self._announced = Ticket((work,), (self._block,), f"receiving the {self.route}", None)
+
+    def control(self) -> torch.Tensor:
+        """The expected message's control block, when it has come: uint8 on the CPU."""
+        assert self._announced is not None, f"the {self.route} was never expected"
+        self._announced.wait()
+        self._announced = None
+        return self._block
+
+    def more_control(self, size: int) -> torch.Tensor:
+        """The `size` control bytes that follow the block."""
+        rest = torch.empty(size, dtype=torch.uint8)
+        with completing(f"receiving the {self.route}"):
+            self._control.receive(rest).wait()
+        return rest
+
+    def tensors(self, into: Sequence[torch.Tensor]) -> Ticket:
+        """Receive the message's tensors into these flat byte buffers, which are leased until the ticket's wait."""
+        what = f"receiving the {self.route}"
+        with completing(what):
+            works = [self._tensors.receive(buffer) for buffer in into]
+        return Ticket(works, tuple(into), what, None)
+
+
+class Links:
+    """This rank's ends of all its routes along the pipe axis, and the end of a step that all ranks reach together."""
+
+    def __init__(self, made: Mapping[Route, Link], counters: MessageCounters, everyone: Axis, control: _Group) -> None:
+        self._made = made
+        self.counters = counters
+        self._everyone = everyone
+        self._control = control
+
+    def __getitem__(self, route: Route) -> Link:
+        return self._made[route]
+
+    def failures(self, own: str | None) -> list[str]:
+        """What every rank brings, in rank order; empty when all bring None. Collective on `everyone`.
+
+        One number when all is well; texts are exchanged only when something failed.
+        """
+        if self._everyone.size > 1:
+            failed = torch.tensor(0 if own is None else 1)
+            with completing("the end of a pipelined step"):
+                dist.all_reduce(failed, group=self._control)
+            if not int(failed):
+                return []
+        return [text for text in self._everyone.gather_objects(own) if text is not None]
+
+
+def build_links(
+    pipe: Axis, routes: Sequence[Route], *, everyone: Axis | None = None, own_groups: bool | None = None
+) -> Links:
+    """Links for the routes that begin or end at this stage. Collective on `everyone`, with equal `routes`.
+
+    `everyone` are the ranks that end a step together: the world, or (default) the pipe axis. `own_groups` says whether
+    each route gets a group of its own; default: wherever the backend is not gloo.
+    """
+    everyone = everyone or pipe
+    counters = MessageCounters()
+    together = _by_cpu(everyone)
+    if pipe.group is None or pipe.size == 1:
+        return Links({}, counters, everyone, together)
+    control = together if everyone is pipe else _by_cpu(pipe)
+    apart = _native(pipe.group) if own_groups is None else own_groups
+    made = {
+        route: _link(pipe, route, number, control=control, apart=apart, counters=counters)
+        for number, route in enumerate(routes)
+        if pipe.rank in (route.source, route.target)
+    }
+    return Links(made, counters, everyone, together)
+
+
+def _link(pipe: Axis, route: Route, number: int, *, control: _Group, apart: bool, counters: MessageCounters) -> Link:
+    assert pipe.group is not None
+    assert control is not None
+    peer = route.target if pipe.rank == route.source else route.source
+    if apart:
+        ends = sorted((route.source, route.target))
+        ranks = dist.get_process_group_ranks(pipe.group)
+        group = _new_group([ranks[end] for end in ends], like=pipe.group)
+        tensors = _Post(group, ends.index(peer), 0)
+    else:
+        tensors = _Post(pipe.group, peer, 2 * number + 1)
+    return Link(route, _Post(control, peer, 2 * number), tensors, counters)
+
+
+def _native(group: dist.ProcessGroup) -> bool:
+    return dist.get_backend(group) != "gloo"
+
+
+def _by_cpu(axis: Axis) -> _Group:
+    """A group of the axis' ranks that carries CPU tensors: its own where it can."""
+    if axis.group is None or not _native(axis.group):
+        return axis.group
+    return _new_group(dist.get_process_group_ranks(axis.group), like=axis.group, backend="gloo")
+
+
+def _new_group(ranks: Sequence[int], *, like: dist.ProcessGroup, backend: str | None = None) -> dist.ProcessGroup:
+    """A group that only its members make, with the timeout of `like`."""
+    timeout = like._get_backend(like._device_types[0]).options._timeout
+    group = dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
