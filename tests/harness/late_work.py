@@ -1,7 +1,7 @@
 """Asynchronous collectives as NCCL has them, on gloo: nothing has happened until they are waited on.
 
 gloo hides the bugs that matter on a GPU: it has copied a buffer before the caller overwrites it, and has often finished
-before the caller reads. Inside `late_collectives()` an asynchronous collective
+before the caller reads. Inside `late_collectives()` an asynchronous collective, or a message from rank to rank,
 
 - works on copies, which really are on their way while the caller goes on;
 - fills its outputs with NaN at launch (the largest integer where there is no NaN), so that an early read shows; with
@@ -31,6 +31,8 @@ BUFFERS = {
     "all_to_all_single": (("input",), ("output",)),
     "all_reduce": (("tensor",), ("tensor",)),
     "broadcast": (("tensor",), ("tensor",)),
+    "isend": (("tensor",), ()),
+    "irecv": ((), ("tensor",)),
 }
 GATHERS = {"all_gather_into_tensor", "all_gather_single"}
 
@@ -119,8 +121,9 @@ class LateCollectives:
         if op == "broadcast" and _is_source(arguments):
             writes = ()
         copies = {name: arguments[name].detach().clone() for name in {*reads, *writes}}
-        first, kept = arguments[reads[0]], copies[reads[0]].clone()
-        work = real(**(arguments | copies | {"async_op": True}))
+        first = arguments[(*reads, *writes)[0]]
+        kept = first.detach().clone()
+        work = real(**(arguments | copies))
         ranks = dist.get_process_group_ranks(arguments["group"] or dist.group.WORLD)
         self.log.append(Launch(op, first.numel(), first.dtype, tuple(ranks)))
         for name in writes:
@@ -158,7 +161,7 @@ def _late(op: str, record: LateCollectives) -> Callable[..., Any]:
     def collective(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        if not bound.arguments["async_op"] or dist.get_rank(bound.arguments["group"]) < 0:
+        if not bound.arguments.get("async_op", True) or dist.get_rank(bound.arguments["group"]) < 0:
             return real(*args, **kwargs)
         return record.launch(op, real, dict(bound.arguments))
 
