@@ -68,7 +68,8 @@ class Wire:
         self.link = Memory()
         self.sender, self.receiver = Sender(self.link), Receiver(self.link, CPU, name="test route")
 
-    def carry(self, value, address=Address(1, 0)):
+    def carry(self, value):
+        address = Address(1, 0)
         self.sender.send(pack(value, what="output"), address)
         parcel = self.receiver.receive(address)
         assert not self.link.controls

@@ -106,8 +106,8 @@ class Receiver:
         self._name = name
         self._blueprints: list[Blueprint] = []
 
-    def receive(self, expected: Address) -> Parcel | None:
-        """The next message, which must be the expected one; None if the sender has failed."""
+    def receive(self, expected: Address | None) -> Parcel | None:
+        """The next message, which must be the expected one (None: whichever); None if the sender has failed."""
         block = self._link.control().numpy().tobytes()
         tag, content, virtual, micro_batch, number, length = _BLOCK.unpack_from(block)
         if tag != _TAG:
@@ -116,7 +116,7 @@ class Receiver:
             return None
         blueprint = self._blueprint(block, number, length)
         parcel = self._contents(blueprint)
-        if Address(virtual, micro_batch) != expected:
+        if expected is not None and Address(virtual, micro_batch) != expected:
             raise CommError(
                 f"the {self._name}: {Address(virtual, micro_batch)} arrived where {expected} was due; all stages must "
                 "run the same schedule"
