@@ -13,7 +13,19 @@ from sheer.comm import CONTROL_BYTES, build_links
 from sheer.errors import CommError, DataError, SheerError, UsageError
 from sheer.pipeline.mail import routes
 from sheer.pipeline.runner import Runner
-from sheer.schedule import Action, Kind, Schedule, forward_only, gpipe, in_flight, one_f_one_b, validate
+from sheer.schedule import (
+    Action,
+    Kind,
+    Schedule,
+    forward_only,
+    gpipe,
+    in_flight,
+    interleaved,
+    one_f_one_b,
+    validate,
+    zero_bubble,
+    zero_bubble_v,
+)
 from sheer.testing import rank
 from tests.harness.late_work import late_collectives
 from tests.pipeline.structures import State
@@ -58,11 +70,11 @@ def _numbers(schedule):
 SCHEDULES = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
-    "1f1b halved": lambda s, m: halved(one_f_one_b(s, m)),
+    "interleaved": interleaved,
+    "zb-h1": zero_bubble,
+    "zb-v": zero_bubble_v,
     "gpipe halved": lambda s, m: halved(gpipe(s, m)),
-    "loop": lambda s, m: chunked(s, m, tuple(range(s)) * 2),
     "v": lambda s, m: chunked(s, m, (*range(s), *reversed(range(s)))),
-    "v halved": lambda s, m: halved(chunked(s, m, (*range(s), *reversed(range(s))))),
 }
 
 
@@ -244,7 +256,7 @@ def test_a_stage_without_layers_passes_the_carry_on(empty):
 
 
 @pytest.mark.world_size(3)
-@pytest.mark.parametrize("name", ["1f1b", "1f1b halved"])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("frozen", [[0], [1], [2], [0, 1], [1, 2]])
 def test_frozen_stages(frozen, name):
     schedule = SCHEDULES[name](3, 4)
@@ -350,7 +362,7 @@ class Boom(Exception):
 
 
 @pytest.mark.world_size(3, timeout=30)
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "1f1b halved", "v", "forward only"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "v", "forward only"])
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_a_stage_that_raises_stops_the_others_and_the_next_step_is_right(name, failing):
     schedule = {**SCHEDULES, "forward only": forward_only}[name](3, 4)
