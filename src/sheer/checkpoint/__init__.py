@@ -4,10 +4,11 @@ The room speaks of `Shard`s, 1-D intervals of named tensors, and knows no engine
 in `index.py`, how a save becomes visible in `folder.py`.
 """
 
-from sheer.checkpoint.folder import find, list_tags
+from sheer.checkpoint.folder import find, list_tags, locate, prune
 from sheer.checkpoint.index import Index
 from sheer.checkpoint.loading import LoadReport, load, load_full, open_checkpoint, open_together, read_rng, read_state
 from sheer.checkpoint.ranks import Axis, on_first, together
+from sheer.checkpoint.reader import Reader, Request
 from sheer.checkpoint.saving import save
 from sheer.checkpoint.shard import Key, Shard
 
@@ -16,14 +17,18 @@ __all__ = [
     "Index",
     "Key",
     "LoadReport",
+    "Reader",
+    "Request",
     "Shard",
     "find",
     "list_tags",
     "load",
     "load_full",
+    "locate",
     "on_first",
     "open_checkpoint",
     "open_together",
+    "prune",
     "read_rng",
     "read_state",
     "save",

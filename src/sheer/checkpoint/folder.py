@@ -142,6 +142,36 @@ def sync_directory(directory: Path) -> None:
         os.close(fd)
 
 
+def prune(root: str | os.PathLike[str], *, keep: int, dry_run: bool = False) -> list[str]:
+    """Remove all but the `keep` newest checkpoints in `root`, and what interrupted saves left; the tags that went.
+
+    The one that `latest` names stays in any case. Refused while a save is in progress. A `dry_run` changes nothing.
+    """
+    base = Path(root)
+    if keep < 1:
+        raise CheckpointError(f"keep is {keep}; it is how many checkpoints stay, at least 1.")
+    if not list_tags(base):
+        raise CheckpointError(f"{base} holds no checkpoint, so nothing in it is ours to remove.")
+    with explained(f"cannot prune {base}"):
+        if dry_run:
+            return _excess(base, keep)
+        lock = _take_lock(base)
+        try:
+            _repair(base)
+            removed = _excess(base, keep)
+            for tag in removed:
+                _discard(base, base / tag)
+        finally:
+            os.close(lock)
+    return removed
+
+
+def _excess(root: Path, keep: int) -> list[str]:
+    """The tags beyond the `keep` newest, without the one that `latest` names."""
+    latest = read_latest(root)
+    return [tag for tag in list_tags(root)[:-keep] if tag != latest]
+
+
 class Staging:
     """A save in progress, on rank 0: holds the lock, owns the directory aside, makes it visible or removes it."""
 
@@ -200,9 +230,8 @@ class Staging:
     def _tidy(self, replaced: list[Path], keep_last: int | None) -> None:
         """Remove the replaced checkpoint and those beyond `keep_last`. The new one is safe: a failure is only said."""
         try:
-            excess = list_tags(self._root)[:-keep_last] if keep_last else []
-            kept = {self._tag, read_latest(self._root)}
-            for directory in [*replaced, *(self._root / tag for tag in excess if tag not in kept)]:
+            excess = _excess(self._root, keep_last) if keep_last else []
+            for directory in [*replaced, *(self._root / tag for tag in excess if tag != self._tag)]:
                 _discard(self._root, directory)
         except (OSError, CheckpointError) as error:
             logger.warning("checkpoint %r is saved, but an older one could not be removed: %s", self._tag, error)

@@ -1,28 +1,25 @@
-"""`sheer ckpt show`: what a checkpoint holds. Reads the index only, so it is quick whatever the size."""
+"""`sheer ckpt show`: what a checkpoint holds. Reads the index and the counters only: quick whatever the size."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 from typing import TYPE_CHECKING, Any
+
+from sheer.cli.ckpt.common import add_place, natural, size
 
 if TYPE_CHECKING:
     from sheer.checkpoint import Index
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def register(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `ckpt show`."""
-    parser = subparsers.add_parser("ckpt", help="look into a checkpoint")
-    actions = parser.add_subparsers(required=True, metavar="ACTION")
-    show = actions.add_parser("show", help="list the tensors of a checkpoint, and what it is")
-    show.add_argument("directory", help="the directory of checkpoints, or one checkpoint's own")
-    show.add_argument("--tag", help="which checkpoint (default: the one that `latest` names)")
-    show.add_argument("--json", action="store_true", help="as JSON")
-    show.set_defaults(run=run_show)
+    parser = actions.add_parser("show", help="list the tensors of a checkpoint, and what it is")
+    add_place(parser)
+    parser.set_defaults(run=run)
 
 
-def run_show(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Print the table and the summary of one checkpoint."""
     from sheer.checkpoint import open_checkpoint
 
@@ -57,16 +54,27 @@ def _rows(index: Index) -> list[dict[str, Any]]:
         for key, entry in index.entries()
         if key.kind in ("param", "buffer")
     ]
-    return sorted(rows, key=lambda row: _natural(row["name"]))
+    return sorted(rows, key=lambda row: natural(row["name"]))
 
 
 def _summary(index: Index) -> dict[str, Any]:
+    from sheer.checkpoint import read_state
+
     entries = list(index.entries())
+    state = read_state(index)
     return {
         "tag": index.tag,
         "directory": str(index.directory),
         "saved_at": index.content.saved_at,
         "world": index.content.world,
+        "step": state.get("counters", {}).get("global_steps"),
+        "run": index.facts.get("run", {}),
+        "optimizer": index.facts.get("optimizer", {}).get("class"),
+        "scheduler": index.facts.get("scheduler", {}).get("class"),
+        "frozen": index.facts.get("frozen", []),
+        "left_out": index.facts.get("left_out", []),
+        "client_state": sorted(map(str, state.get("client_state", {}))),
+        "checksum": index.content.checksum,
         "parameters": sum(entry.numel for key, entry in entries if key.kind == "param"),
         "model_bytes": sum(entry.nbytes for key, entry in entries if key.kind in ("param", "buffer")),
         "optimizer_bytes": sum(entry.nbytes for key, entry in entries if key.kind.startswith("optim.")),
@@ -90,18 +98,22 @@ def _print(rows: list[dict[str, Any]], summary: dict[str, Any]) -> None:
         table.add_row(*map(Text, cells))  # as text: a name may look like markup
     print_table(table, fold=False)  # a name cut or folded is none to copy
     ranks = "1 rank" if summary["world"] == 1 else f"{summary['world']} ranks"
+    step = "" if summary["step"] is None else f", step {summary['step']}"
+    print(f"\n{summary['tag']} in {summary['directory']}: saved {summary['saved_at']} by {ranks}{step}")
     print(
-        f"\n{summary['tag']} in {summary['directory']}: saved {summary['saved_at']} by {ranks}\n"
-        f"{summary['parameters']:,} parameters; model {_size(summary['model_bytes'])}, optimizer "
-        f"{_size(summary['optimizer_bytes'])}, on disk {_size(summary['file_bytes'])}"
+        f"{summary['parameters']:,} parameters; model {size(summary['model_bytes'])}, optimizer "
+        f"{size(summary['optimizer_bytes'])}, on disk {size(summary['file_bytes'])}, checksums {summary['checksum']}"
     )
+    for line in _of_the_run(summary):
+        print(line)
 
 
-def _size(count: int) -> str:
-    """Bytes in kB below a megabyte, else in MB."""
-    return f"{count / 1e3:,.1f} kB" if count < 1e6 else f"{count / 1e6:,.1f} MB"
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Sorts `blocks.2` before `blocks.10`."""
-    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
+def _of_the_run(summary: dict[str, Any]) -> list[str]:
+    """Who wrote it with what settings, as far as the writer said."""
+    said = {**summary["run"], "optimizer": summary["optimizer"], "scheduler": summary["scheduler"]}
+    shown = ", ".join(f"{key} {value}" for key, value in said.items() if value is not None and key != "world")
+    lines = [f"run: {shown}"] if shown else []
+    for name, label in (("frozen", "frozen"), ("left_out", "left out"), ("client_state", "client state")):
+        if summary[name]:
+            lines.append(f"{label}: {', '.join(summary[name])}")
+    return lines
