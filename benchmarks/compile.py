@@ -31,6 +31,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from examples.gpt import GPT, GPTConfig
 
+from benchmarks.report import Result
 from benchmarks.workloads import gpt
 from sheer.compiler import Compiler
 from sheer.observe import Teller
@@ -154,6 +155,17 @@ def calls(rounds: int, *, hooked: bool, calls_per_turn: int = 200) -> str:
     )
 
 
+def _calls() -> list[str]:
+    lines = ["| hooks | modules in the block | by hand, us | Sheer adds, us | 10-90 % |", "|---|---|---|---|---|"]
+    return lines + [calls(40, hooked=hooked) for hooked in (False, True)]
+
+
+def run(*, rounds: int) -> Result:
+    """Both tables, for the page."""
+    lines = [*_calls(), "", *starts(rounds)]
+    return Result(lines, lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=1, help="of starts; each takes one or two minutes")
@@ -165,10 +177,7 @@ def main() -> None:
         return
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores\n")
     if arguments.only != "starts":
-        print("| hooks | modules in the block | by hand, us | Sheer adds, us | 10-90 % |\n|---|---|---|---|---|")
-        for hooked in (False, True):
-            print(calls(40, hooked=hooked))
-        print()
+        print("\n".join(_calls()) + "\n")
     if arguments.only != "calls":
         print("\n".join(starts(arguments.rounds)))
 
