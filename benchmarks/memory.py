@@ -78,7 +78,10 @@ def state(*, workload: str = "gpt") -> Result:
                 ]
             )
     header = ["contender", "precision", "formula", "held", "more", "idle, kept for reuse"]
-    return Result([f"Bytes per parameter and rank, {RANKS} ranks, {workload}.", "", *table(header, rows)], samples)
+    wrong = tuple(name for name, cells in samples.items() if isinstance(cells, str))
+    return Result(
+        [f"Bytes per parameter and rank, {RANKS} ranks, {workload}.", "", *table(header, rows)], samples, wrong=wrong
+    )
 
 
 def _state(name: str, workload: str, config: Mapping[str, Any], count: int) -> tuple[float, float] | str:

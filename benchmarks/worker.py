@@ -14,6 +14,7 @@ import traceback
 from typing import Any, TextIO
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from benchmarks.contenders import CONTENDERS, Job, Trainer
 from benchmarks.live import Live, live, peak_above_rest
@@ -61,7 +62,7 @@ class Worker:
         def look(*_: object) -> None:
             seen.append(live())
 
-        hook = torch.optim.optimizer.register_optimizer_step_pre_hook(look)
+        hook = register_optimizer_step_pre_hook(look)
         self._trainer.step(batch)
         hook.remove()
         ours = sum(tensor.nbytes for micro_batch in batch for tensor in micro_batch)
