@@ -58,7 +58,7 @@ SUITES: dict[str, Suite] = {
     ),
     "step-mlp": Suite(
         "100 Linear layers of width 64, two ranks",
-        partial(_race, Race("mlp", rounds=15, steps=20), Race("mlp", rounds=3, steps=5)),
+        partial(_race, Race("mlp", rounds=11, steps=10), Race("mlp", rounds=3, steps=5)),
     ),
     "step-mlp-accumulation": Suite(
         "100 Linear layers of width 64, two ranks, four micro-batches a step",
@@ -66,11 +66,11 @@ SUITES: dict[str, Suite] = {
     ),
     "step-conv": Suite(
         "A convolutional net with batch norm, two ranks",
-        partial(_race, Race("conv", rounds=15, steps=10), Race("conv", rounds=3, steps=5)),
+        partial(_race, Race("conv", rounds=11, steps=5), Race("conv", rounds=3, steps=5)),
     ),
     "step-small": Suite(
         "40 Linear layers of width 32, one rank",
-        partial(_race, Race("small", ranks=1, rounds=25, steps=40), Race("small", ranks=1, rounds=9, steps=20)),
+        partial(_race, Race("small", ranks=1, rounds=21, steps=20), Race("small", ranks=1, rounds=9, steps=20)),
         quick=True,
     ),
     "gloo": Suite(
