@@ -27,6 +27,8 @@ class Effort(NamedTuple):
     quick: bool
     only: tuple[str, ...]
     rounds: int | None
+    seconds: float
+    """Of each race; after that no further round."""
 
 
 class Suite(NamedTuple):
@@ -39,7 +41,7 @@ class Suite(NamedTuple):
 
 
 def _race(full: Race, quick: Race, effort: Effort) -> Result:
-    race = quick if effort.quick else full
+    race = (quick if effort.quick else full)._replace(seconds=effort.seconds)
     if effort.rounds is not None:
         race = race._replace(rounds=effort.rounds)
     # Compiling takes every contender's processes long; one of each kind is raced.
@@ -94,6 +96,7 @@ def _arguments() -> argparse.Namespace:
         "--only", nargs="+", default=[], help="contenders whose name contains one of these (and the raw loop)"
     )
     parser.add_argument("--rounds", type=int, help="of every race")
+    parser.add_argument("--seconds", type=float, help="of each race; after that no further round (quick: 80)")
     parser.add_argument("--write", action=argparse.BooleanOptionalAction, help="the page and the picture")
     parser.add_argument("--json", type=Path, help="raw samples go there")
     parser.add_argument(
@@ -105,6 +108,8 @@ def _arguments() -> argparse.Namespace:
     for name in arguments.suites:
         if name not in SUITES:
             parser.error(f"no suite {name!r}; there are {', '.join(SUITES)}")
+    if arguments.seconds is None:
+        arguments.seconds = 80.0 if arguments.quick else float("inf")
     if arguments.write is None:
         arguments.write = not arguments.quick and not arguments.only
     return arguments
@@ -131,7 +136,7 @@ def main() -> int:
         names = chosen(arguments.only or ["Sheer"], quick=False, ranks=arguments.ranks)[1:]
         profiles.run(arguments.model, names=names, ranks=arguments.ranks, steps=5, folder=arguments.profile)
         return 0
-    effort = Effort(arguments.quick, tuple(arguments.only), arguments.rounds)
+    effort = Effort(arguments.quick, tuple(arguments.only), arguments.rounds, arguments.seconds)
     names = arguments.suites or [name for name, suite in SUITES.items() if suite.quick or not effort.quick]
     print("\n".join(report.machine()), flush=True)
     samples, wrong = {}, []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, NamedTuple
 
 from benchmarks.contenders import CONTENDERS, RAW, chosen
@@ -21,6 +22,8 @@ class Race(NamedTuple):
     rounds: int = 15
     steps: int = 2
     """Per turn."""
+    seconds: float = float("inf")
+    """Since the race began: after that no further round, but at least two."""
 
 
 class Course:
@@ -28,6 +31,7 @@ class Course:
 
     def __init__(self, race: Race, names: list[str]) -> None:
         self.race = race
+        self.begun = time.perf_counter()
         self.rings: dict[str, Ring] = {}
         self.turns: dict[str, list[Any]] = {name: [] for name in names}
         self.out: dict[str, str] = {}
@@ -78,7 +82,9 @@ class Course:
         def one(name: str, ring: Ring) -> None:
             self.turns[name].append(ring.turn(self.race.steps))
 
-        for _ in range(self.race.rounds):
+        for done in range(self.race.rounds):
+            if done >= 2 and time.perf_counter() - self.begun > self.race.seconds:
+                break
             self._each(one)
 
     def stop(self) -> None:
@@ -127,7 +133,7 @@ def _result(course: Course) -> Result:
         bars.append(Bar(name, spread, CONTENDERS[name].ours))
     header = ["contender", "x raw loop", "10 - 90 %", "ms per step", "sent", "losses differ", "runs"]
     lines = [
-        f"{race.rounds} rounds of {race.steps} steps, {race.ranks} ranks, {'compiled' if race.compiled else 'eager'}, "
+        f"{len(base)} rounds of {race.steps} steps, {race.ranks} ranks, {'compiled' if race.compiled else 'eager'}, "
         f"accumulation {race.accumulation}.",
         "",
         *table(header, rows),
