@@ -92,6 +92,14 @@ class Raw:
                 file.readinto(self.memory[at : at + CHUNK])
 
 
+class RawNew(Raw):
+    """The same into memory that nobody has touched, as new optimizer state is: the system makes it page by page."""
+
+    def load(self, folder: Path) -> None:
+        self.memory = memoryview(bytearray(len(self.memory)))
+        super().load(folder)
+
+
 class Sheer:
     """A whole engine at stage 1: each rank its part."""
 
@@ -113,8 +121,8 @@ class Sheer:
         self.engine.load_checkpoint(folder, "t")
 
 
-class SheerRoom:
-    """The checkpoint room alone: the same state as shards in memory that is in use, as the raw read's is."""
+class Shards:
+    """The checkpoint room alone, the same state as shards in use: nothing may change on an error, so it reads twice."""
 
     flushes = True
 
@@ -133,6 +141,13 @@ class SheerRoom:
 
     def load(self, folder: Path) -> None:
         load_shards(open_checkpoint(folder), wanted=self.shards, axis=self.axis)
+
+
+class NewShards(Shards):
+    """The same, said to be in use by nobody: one read. The memory is the same each time, as the raw read's is."""
+
+    def load(self, folder: Path) -> None:
+        load_shards(open_checkpoint(folder), wanted=[], fresh=self.shards, axis=self.axis)
 
 
 class Plain:
@@ -205,7 +220,9 @@ class DeepSpeed:
 
 CONTENDERS: dict[str, Callable[[int], Contender]] = {
     "raw": Raw,
-    "Sheer, shards": SheerRoom,
+    "raw, new memory": RawNew,
+    "Sheer, shards in use": Shards,
+    "Sheer, new shards": NewShards,
     "Sheer, engine": Sheer,
     "torch.save": Torch,
     "DCP": Dcp,

@@ -1,0 +1,57 @@
+"""One `.safetensors` file. A tied tensor is there once; its other names are in the file's metadata (alias -> stored
+name), as `safetensors.torch.save_model` writes them.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sheer.checkpoint import plain
+from sheer.checkpoint.formats.weights import Weights, aside
+from sheer.checkpoint.shard import SAFETENSORS_CODES
+from sheer.checkpoint.tensorfile import write_fully
+from sheer.errors import CheckpointError
+
+
+def write(weights: Weights, target: Path) -> list[Path]:
+    """Write all of `weights` to the file `target`; the files made."""
+    with aside(target) as place:
+        write_file(weights, place, names=list(weights.listed), metadata={"format": "pt", **weights.ties})
+    return [target]
+
+
+def write_file(weights: Weights, path: Path, *, names: Sequence[str], metadata: Mapping[str, str]) -> None:
+    """Write the tensors called `names` to the new file `path` and flush it, a chunk at a time."""
+    # Wide elements first, so that every tensor starts at a multiple of its element size.
+    ordered = sorted(names, key=lambda name: -weights.listed[name].dtype.itemsize)
+    with path.open("xb", buffering=0) as file:
+        write_fully(file.fileno(), _header(weights, ordered, metadata))
+        for name in ordered:
+            for chunk in weights.chunks(name):
+                write_fully(file.fileno(), chunk)
+        os.fsync(file.fileno())
+
+
+def _header(weights: Weights, names: Sequence[str], metadata: Mapping[str, str]) -> bytes:
+    described: dict[str, Any] = {"__metadata__": dict(metadata)}
+    at = 0
+    for name in names:
+        weight = weights.listed[name]
+        code = SAFETENSORS_CODES[weight.dtype]
+        if code == "U8" and weight.dtype is not torch.uint8:
+            raise CheckpointError(f"{name!r} is {weight.dtype}, which safetensors has no word for; export to pt.")
+        described[name] = {
+            "dtype": code,
+            "shape": list(weight.shape),
+            "data_offsets": [at, at + weight.nbytes],
+        }
+        at += weight.nbytes
+    text = plain.render(described).encode()
+    text += b" " * (-(8 + len(text)) % 64)
+    return struct.pack("<Q", len(text)) + text

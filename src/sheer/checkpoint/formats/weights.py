@@ -1,0 +1,86 @@
+"""The parameters and buffers of a checkpoint as other projects know them: by name, whole, in one dtype if asked for."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from sheer.checkpoint.folder import explained, sync_directory
+from sheer.checkpoint.index import Index
+from sheer.checkpoint.reader import Reader, Request, host_empty
+from sheer.checkpoint.shard import Key, as_bytes
+from sheer.checkpoint.tensorfile import CHUNK
+from sheer.errors import CheckpointError
+
+
+class Weight(NamedTuple):
+    """One tensor to be written."""
+
+    key: Key
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole tensor, as it is written."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Weights:
+    """Reads a chunk at a time, every byte verified. `reader` is open, and of the checkpoint `index`."""
+
+    def __init__(self, index: Index, reader: Reader, *, dtype: torch.dtype | None = None) -> None:
+        """`dtype`: what floating-point tensors are written in; None writes them as they are stored."""
+        self._reader = reader
+        self.ties: Mapping[str, str] = index.ties
+        """Alias -> the name under which a tied tensor is listed."""
+        self.listed: dict[str, Weight] = {}
+        """In the checkpoint's order, each tensor once."""
+        for key, entry in index.entries():
+            if key.kind in ("param", "buffer"):
+                converts = dtype is not None and entry.torch_dtype.is_floating_point
+                written = dtype if converts and dtype is not None else entry.torch_dtype
+                self.listed[key.name] = Weight(key, entry.shape, written)
+
+    def chunks(self, name: str) -> Iterator[memoryview]:
+        """The tensor's bytes, a few MiB at a time."""
+        weight = self.listed[name]
+        step, numel = CHUNK // weight.dtype.itemsize, math.prod(weight.shape)
+        for start in range(0, numel, step):
+            part = host_empty(min(step, numel - start), weight.dtype)
+            self._reader.fill([Request(weight.key, start, part)])
+            yield as_bytes(part)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The whole tensor in memory."""
+        weight = self.listed[name]
+        flat = host_empty(math.prod(weight.shape), weight.dtype)
+        self._reader.fill([Request(weight.key, 0, flat)])
+        return flat.view(weight.shape)
+
+
+@contextmanager
+def aside(target: Path) -> Iterator[Path]:
+    """A place beside `target` to write a file or folder to; it becomes `target`, or goes on an error."""
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target} exists; export to a new place, or remove it first.")
+    place = target.parent / f".tmp-{target.name}-{secrets.token_hex(4)}"
+    with explained(f"cannot export to {target}"):
+        try:
+            yield place
+            os.rename(place, target)
+            sync_directory(target.parent)
+        except BaseException:
+            if place.is_dir():
+                shutil.rmtree(place, ignore_errors=True)
+            else:
+                place.unlink(missing_ok=True)
+            raise
