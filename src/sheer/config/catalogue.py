@@ -28,6 +28,7 @@ READERS = {
     "zero_optimization": "zero",
     "compile": "compiler",
     "checkpoint": "checkpoint",
+    "pipeline": "pipeline",
     "dataloader_drop_last": "data",
     "data_loader": "data",
     "csv_monitor": "monitor",

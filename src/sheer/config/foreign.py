@@ -64,7 +64,8 @@ _BUCKETS = "Sheer's buckets have one layout, and always overlap their reduction 
 _STAGE3 = "It is read at stage 3 only, which arrives with a later release."
 _OFFLOAD = "offload to CPU or NVMe (it arrives with a later release)"
 _NVME = "It tunes offload, which arrives with a later release."
-_PIPELINE = "It is read by pipeline parallelism only, which arrives with a later release."
+_SPLIT = "The module decides it where it is built: pass it to PipelineModule."
+_RAW = "Stages send each other whole tensors; there is no tensor parallelism whose ranks could share them."
 _TENSOR_PARALLEL = "It tunes tensor parallelism, which Sheer does not have."
 _ZEROPP = "ZeRO++"
 _PROFILER = "FLOPS profiler: use torch.profiler"
@@ -206,17 +207,11 @@ _BLOCKS = {
     "checkpoint.parallel_write.pipeline_stage": _tunes(_FLAG, "Every rank writes its own pieces."),
     "checkpoint.checkpoint_serialization": _tunes(_FLAG, "Sheer writes safetensors."),
     "checkpoint.writer": _tunes(Object(), "Sheer has one writer."),
-    "pipeline.stages": _absent(
-        Anything(),
-        "pipeline parallelism (it arrives with a later release)",
-        off=("auto", 1),
-    ),
-    "pipeline.partition": _tunes(Text(), _PIPELINE),
-    "pipeline.seed_layers": _tunes(_FLAG, _PIPELINE),
-    "pipeline.activation_checkpoint_interval": _tunes(_COUNT, _PIPELINE),
-    "pipeline.pipe_partitioned": _tunes(_FLAG, _PIPELINE),
-    "pipeline.grad_partitioned": _tunes(_FLAG, _PIPELINE),
-    "pipeline.use_reentrant": _tunes(_FLAG, _PIPELINE),
+    "pipeline.partition": _tunes(Text(), _SPLIT),
+    "pipeline.seed_layers": _tunes(_FLAG, _SPLIT),
+    "pipeline.pipe_partitioned": _tunes(_FLAG, _RAW),
+    "pipeline.grad_partitioned": _tunes(_FLAG, _RAW),
+    "pipeline.use_reentrant": _tunes(_FLAG, "Layers are recomputed by torch's non-reentrant checkpoint."),
     "tensor_parallel.autotp_size": _absent(_COUNT, "tensor parallelism", off=(0, 1)),
     "tensor_parallel.tp.tp_size": _absent(_COUNT, "tensor parallelism", off=(0, 1)),
     "tensor_parallel.tp.tp_grain_size": _tunes(_COUNT, _TENSOR_PARALLEL),
@@ -311,6 +306,7 @@ AUTO = frozenset(
         "fp16.enabled",
         "fp16.auto_cast",
         "bf16.enabled",
+        "pipeline.stages",
         "zero_optimization.stage",
         "zero_optimization.reduce_bucket_size",
         "zero_optimization.allgather_bucket_size",
@@ -322,7 +318,7 @@ AUTO = frozenset(
     }
     | {f"zero_optimization.stage3_{name}" for name in _STAGE3_KINDS}
 )
-"""Where DeepSpeed's integrations (transformers, accelerate) write "auto"; a star stands for one name."""
+"""Where DeepSpeed and its integrations (transformers, accelerate) write "auto"; a star stands for one name."""
 
 
 class Difference(NamedTuple):

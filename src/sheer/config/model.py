@@ -26,6 +26,7 @@ from sheer.config.sections import (
     Fp16,
     OnOff,
     Optimizer,
+    Pipeline,
     Scheduler,
     Section,
     TensorBoard,
@@ -86,6 +87,7 @@ class Config(Section):
     zero_optimization: ZeroOptimization = ZeroOptimization()
     compile: Compile = Compile()
     checkpoint: Checkpoint = Checkpoint()
+    pipeline: Pipeline = Pipeline()
     dataloader_drop_last: OnOff = False
     """Leave out the samples at an epoch's end that do not fill a batch."""
     data_loader: DataLoader = DataLoader()

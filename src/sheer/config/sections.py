@@ -159,6 +159,18 @@ class DataLoader(Section):
     """Put batches in page-locked memory, from which copies to an accelerator are faster."""
 
 
+class Pipeline(Section):
+    """How a `PipelineModule` is run. It is split where it is built."""
+
+    stages: Annotated[int | None, Maybe(Whole(minimum=1))] = None
+    """Into how many stages the module must be split; null means however it is."""
+    schedule: Annotated[str | None, Maybe(Text(filled=True))] = None
+    """A name ("1f1b", "gpipe", "interleaved", "zero-bubble", "zb-v"), a file with a schedule in it, or its text; null
+    means 1f1b, and interleaved where a stage holds several chunks."""
+    activation_checkpoint_interval: Annotated[int, Whole(minimum=0)] = 0
+    """Recompute every this many layers in the backward; 0 leaves it to the module."""
+
+
 class CsvMonitor(Section):
     """One CSV file per value."""
 
