@@ -16,7 +16,8 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils import _pytree
 
-from sheer import feeding, persist, planning, statistics
+from sheer import persist, planning, statistics
+from sheer.batches import BatchVerbs
 from sheer.comm import Mesh
 from sheer.compiler import Compiler
 from sheer.compiling import CompileVerbs
@@ -30,7 +31,7 @@ from sheer.optim.flat import FlatOptimizer
 from sheer.optim.handle import ShardedOptimizer
 from sheer.optim.loss_scale import LossScale
 from sheer.persist import Counters
-from sheer.schedule import Kind, accumulate
+from sheer.pipelining import Pipeline
 from sheer.shards import names_and_ties
 from sheer.surface import DeepSpeedNames
 
@@ -43,6 +44,8 @@ class Parts(NamedTuple):
     batch: BatchSizes
     mesh: Mesh
     split: Split
+    pipeline: Pipeline | None
+    """What runs the module where it is a `PipelineModule`."""
     device: torch.device
     base_optimizer: torch.optim.Optimizer | None
     group_of: Mapping[str, int]
@@ -56,7 +59,7 @@ class Parts(NamedTuple):
 
 
 @final
-class Engine(CompileVerbs, DeepSpeedNames):
+class Engine(BatchVerbs, CompileVerbs, DeepSpeedNames):
     """Trains `module`, which stays the user's object. Built by `sheer.initialize`.
 
     All ranks make the same calls in the same order: `engine(...)`, `backward`, `step`, saves and loads are collective
@@ -74,6 +77,7 @@ class Engine(CompileVerbs, DeepSpeedNames):
         self._batch = parts.batch
         self._mesh = parts.mesh
         self._split = parts.split
+        self._pipeline = parts.pipeline
         self._group_of = parts.group_of
         self._base = parts.base_optimizer
         self._scale = parts.loss_scale
@@ -112,6 +116,9 @@ class Engine(CompileVerbs, DeepSpeedNames):
     def _trainable_now(self) -> tuple[bool, ...]:
         return tuple(param.requires_grad for param in self._params.values())
 
+    def _frozen_changed(self) -> bool:
+        return self._flags != self._trainable_now()
+
     def _make_handle(self, base: torch.optim.Optimizer) -> ShardedOptimizer:
         return ShardedOptimizer(base, step=_weak(self.step), zero_grad=_weak(self.zero_grad))
 
@@ -145,6 +152,7 @@ class Engine(CompileVerbs, DeepSpeedNames):
 
     def _before_forward(self) -> None:
         self._check_alive()
+        self._refuse_by_hand("engine(...)")
         if not torch.is_grad_enabled() or _inside_backward():
             return  # evaluation may run on some ranks only, so it communicates nothing
         self._abandon_unfinished()
@@ -189,6 +197,7 @@ class Engine(CompileVerbs, DeepSpeedNames):
         ranks. If the backward fails, the step's gradients so far are forgotten and the engine stays usable.
         """
         self._check_alive()
+        self._refuse_by_hand("engine.backward")
         self._check_loss(loss)
         self._abandon_unfinished()
         self._divide = scale_wrt_gas
@@ -230,6 +239,7 @@ class Engine(CompileVerbs, DeepSpeedNames):
         At stage 2 the gradients wait whole, so this costs the memory that stage 2 saves. `step` inside is refused.
         """
         self._check_alive()
+        self._refuse_by_hand("engine.no_sync")
         self._syncing = False
         self._arm()
         try:
@@ -264,41 +274,10 @@ class Engine(CompileVerbs, DeepSpeedNames):
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """Take the micro-batches of one step from `data_iter` and train on them; the mean loss over all of them and
-        all ranks, a 0-d tensor. `engine.last_step` has the rest.
-
-        A tuple is passed as positional arguments, a mapping as keywords, anything else as the one argument.
-        StopIteration when the iterator ends; micro-batches it gave before that stay accumulated (`flush` applies them).
-        """
-        self._check_can_step()
-        self._check_metric(None)
-        batches = self._own_batches() if data_iter is None else feeding.checked(data_iter)
-        output: Any = None
-        for action in accumulate(self._batch.accumulation, first=self._window):
-            if action.kind is Kind.FORWARD:
-                batch = feeding.next_batch(batches, done=self._window, of=self._batch.accumulation)
-                output = feeding.call(self, batch)
-            elif action.kind is Kind.BACKWARD:
-                self.backward(feeding.loss_of(output))
-                output = None
-                if action.micro_batch + 1 < self._batch.accumulation:
-                    self._finish_micro_batch()
-            elif action.kind is Kind.REDUCE:
-                self._reduce(self._window + 1)
-            else:
-                result = self._update(self._window + 1)
-        assert result.loss_tensor is not None
-        return result.loss_tensor
-
-    def _own_batches(self) -> Iterator[Any]:
-        if self._own_iterator is None:
-            self._own_iterator = feeding.endless(self.training_dataloader)
-        return self._own_iterator
-
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> StepResult | None:
         """End a micro-batch. At the accumulation boundary: reduce what is left, clip, check, update, gather, clear,
         move the schedule, and return what was done; None before it. `lr_kwargs` go to the scheduler."""
+        self._refuse_by_hand("engine.step")
         self._check_can_step()
         if not self.is_gradient_accumulation_boundary():
             self._finish_micro_batch()
@@ -317,16 +296,6 @@ class Engine(CompileVerbs, DeepSpeedNames):
             )
         if not self._syncing:
             raise UsageError("step inside no_sync: leave the context before stepping")
-
-    def flush(self, lr_kwargs: Mapping[str, Any] | None = None) -> StepResult | None:
-        """Apply the micro-batches accumulated since the last update as a step of their own (an epoch's leftovers),
-        averaged over as many as they are; None where there are none."""
-        self._check_can_step()
-        if self._window == 0:
-            return None
-        self._check_metric(lr_kwargs)
-        self._reduce(self._window)
-        return self._update(self._window, lr_kwargs=lr_kwargs)
 
     def _check_metric(self, lr_kwargs: Mapping[str, Any] | None) -> None:
         """torch's one scheduler that cannot step by itself: find out before the update, not after."""
@@ -447,7 +416,7 @@ class Engine(CompileVerbs, DeepSpeedNames):
     def _end_step(self, result: StepResult) -> None:
         self._forget()
         self._applied = not result.skipped
-        if self._flags != self._trainable_now():
+        if self._pipeline is None and self._frozen_changed():
             self._replan()
         if self.optimizer is not None:
             self.optimizer.note_step(skipped=result.skipped)
@@ -611,6 +580,8 @@ class Engine(CompileVerbs, DeepSpeedNames):
         self._torn = False
         self._forget()
         self._own_iterator = None
+        if self._pipeline is not None:
+            self._pipeline.forget()
         return str(loaded.path), loaded.client_state
 
     def _saved_parts(self) -> persist.SavedParts:
@@ -643,7 +614,7 @@ class Engine(CompileVerbs, DeepSpeedNames):
             self._plan = self._plan._replace(optimizer=None)
         for monitor in self._monitors:
             monitor.close()
-        self._losses, self._own_iterator, self._monitors = [], None, ()
+        self._losses, self._own_iterator, self._monitors, self._pipeline = [], None, (), None
         self._leave()
 
     def _check_alive(self, *, torn: bool = False) -> None:

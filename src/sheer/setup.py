@@ -26,6 +26,7 @@ from sheer.optim.loss_scale import build_loss_scale
 from sheer.optim.registry import optimizer_factory
 from sheer.optim.schedules import build_scheduler
 from sheer.pipeline import PipelineModule
+from sheer.pipelining import Pipeline, find_schedule
 from sheer.shards import names_and_ties
 from sheer.zero import runtime_of
 
@@ -120,6 +121,7 @@ class _Ready(NamedTuple):
 
     module: torch.nn.Module
     split: Split
+    pipeline: PipelineModule | None
     config: Config
     batch: BatchSizes
     optimizer: torch.optim.Optimizer | None
@@ -145,6 +147,7 @@ def _prepare(given: _Given, config: Config, split: Split, mesh: Mesh, device: to
     return _Ready(
         module=module,
         split=split,
+        pipeline=_check_pipeline(module, config, batch),
         config=config,
         batch=batch,
         optimizer=base,
@@ -167,6 +170,7 @@ def _build(ready: _Ready, mesh: Mesh, device: torch.device, leave: Callable[[], 
             batch=ready.batch,
             mesh=mesh,
             split=ready.split,
+            pipeline=_build_pipeline(ready, mesh, device),
             device=device,
             base_optimizer=ready.optimizer,
             group_of=ready.groups,
@@ -404,6 +408,31 @@ def _broadcast(tensor: torch.Tensor, axis: Axis) -> None:
     axis.broadcast(contiguous)
     if contiguous.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(contiguous)
+
+
+def _check_pipeline(module: torch.nn.Module, config: Config, batch: BatchSizes) -> PipelineModule | None:
+    """The module, if it is a pipeline that the config fits."""
+    section = config.pipeline
+    pipeline = module if isinstance(module, PipelineModule) else None
+    stages = 1 if pipeline is None else pipeline.num_stages
+    if section.stages not in (None, stages):
+        raise ConfigError(
+            f"pipeline.stages is {section.stages}, but the model has {stages}: build it by "
+            f"PipelineModule(..., num_stages={section.stages}) or PipelineModule.from_module, or leave the key out"
+        )
+    if pipeline is not None:
+        find_schedule(section.schedule, pipeline, batch.accumulation)
+        if section.activation_checkpoint_interval:
+            pipeline.set_checkpoint_interval(section.activation_checkpoint_interval)
+    return pipeline
+
+
+def _build_pipeline(ready: _Ready, mesh: Mesh, device: torch.device) -> Pipeline | None:
+    if ready.pipeline is None:
+        return None
+    schedule = find_schedule(ready.config.pipeline.schedule, ready.pipeline, ready.batch.accumulation)
+    asked = ready.config.pipeline.schedule
+    return Pipeline(ready.pipeline, asked=asked, schedule=schedule, mesh=mesh, device=device, teller=ready.teller)
 
 
 def _build_compiler(module: torch.nn.Module, config: Config, teller: Teller, device: torch.device) -> Compiler:

@@ -219,6 +219,31 @@ class DeepSpeedNames(ABC):
         """This process's index on its machine."""
         return devices.local_rank(rank=self._mesh.world.rank)
 
+    def is_first_stage(self) -> bool:
+        """Whether this rank's stage takes the inputs."""
+        return self._mesh.stage == 0
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank is on the last stage. (Of a V-shaped placement the first one makes the loss.)"""
+        return self._mesh.stage == self._mesh.stages - 1
+
+    def get_pipeline_parallel_rank(self) -> int:
+        """This process's stage; 0 without a pipeline."""
+        return self._mesh.stage
+
+    @property
+    def num_stages(self) -> int:
+        """Number of pipeline stages; 1 without a pipeline."""
+        return self._mesh.stages
+
+    def reset_activation_shape(self) -> None:
+        """Nothing: every message says its shapes."""
+        return
+
+    def set_has_attention_mask(self, value: bool) -> None:
+        """Nothing: a mask travels like any tensor."""
+        return
+
     @property
     def mp_world_size(self) -> int:
         """Ranks that share one tensor: 1, there is no tensor parallelism."""

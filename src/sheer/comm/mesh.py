@@ -81,7 +81,7 @@ class Mesh:
     ties: Mapping[tuple[int, ...], Axis]
     """Stages that share a parameter, this one among them -> their ranks with this data rank."""
     made: tuple[dist.ProcessGroup, ...] = ()
-    """The groups that were made for it."""
+    """The groups to leave in the end."""
 
     @property
     def stages(self) -> int:
@@ -118,8 +118,8 @@ def build_mesh(world: Axis, *, stages: int = 1, ties: Collection[tuple[int, ...]
     def axis(name: str, groups: Sequence[Sequence[int]]) -> Axis:
         mine = [_group(world, ranks) for ranks in groups if world.rank in ranks or _everyone_comes(world)]
         own = next((group for group in mine if group is not None), None)
-        if own is not None:
-            made.append(own)
+        if own is not None and _everyone_comes(world):
+            made.append(own)  # others have names that follow from their ranks, which must not be used twice
         return Axis(own, name=name)
 
     rows = [range(s * width, (s + 1) * width) for s in range(stages)]

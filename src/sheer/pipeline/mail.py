@@ -102,12 +102,15 @@ class Mail:
         for route in self._outgoing:
             self._links[route].settle()
 
-    def end_in_failure(self) -> None:
-        """Tell every stage that still waits for a message of ours, and take in what the others still send."""
+    def fail(self) -> None:
+        """Tell every stage that still waits for a message of ours. Waits for nobody."""
         self._here.clear()
         for route, left in self._to_send.items():
             if left:
                 self._senders[route].fail()
+
+    def end_in_failure(self) -> None:
+        """After `fail`: take in what the others still send."""
         for route in self._incoming:
             while self._to_come[route]:
                 self._count_down(route, failed=self._receivers[route].receive(None) is None)

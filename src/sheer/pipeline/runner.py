@@ -96,6 +96,8 @@ class Runner:
         device: where received tensors go.
         around_backward: the engine's work around each backward (I and W are one each).
         scale: applied to the loss before its backward (fp16), not to the loss that is returned.
+        on_failure: what the engine has to do where a step fails, before all ranks agree that it has: what the ranks
+            of other pipelines, which go on until then, expect of this one.
         tell: hears what the user should know of this stage's graph; each text may come often.
     """
 
@@ -110,6 +112,7 @@ class Runner:
         device: torch.device,
         around_backward: Around = lambda last: nullcontext(),
         scale: Scale = lambda loss: loss,
+        on_failure: Callable[[], None] = lambda: None,
         tell: Tell = lambda text: None,
     ) -> None:
         self.schedule = schedule
@@ -121,6 +124,7 @@ class Runner:
         self._links = links
         self._around = around_backward
         self._scale = scale
+        self._on_failure = on_failure
         self._tell = tell
         self._mail = Mail(schedule, stage, links, device)
         self._actions = [action for action in schedule.actions[stage] if action.kind in _VERBS]
@@ -269,6 +273,8 @@ class Runner:
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def _end_in_failure(self, report: str | None) -> None:
+        self._mail.fail()
+        self._on_failure()
         self._mail.end_in_failure()
         self._conclude(report)
 

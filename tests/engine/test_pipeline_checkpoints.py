@@ -1,0 +1,100 @@
+"""What any split saves any other goes on from, and a run without a pipeline; under the names of the whole model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sheer
+import sheer.testing
+from sheer import PipelineModule, checkpoint
+from sheer.errors import CheckpointError
+from tests.engine.models import batches
+from tests.engine.oracle import Case
+from tests.engine.stages import SGD, case_of, cross_entropy, layers, staged, train
+from tests.engine.worlds import assert_same, contents, snapshot
+from tests.pipeline.models import Language
+
+
+@pytest.mark.world_size(2)
+def test_a_plain_run_and_its_pipeline_read_each_other(tmp_path) -> None:
+    """A model cut at its blocks keeps its own names; nothing says which of the two saved."""
+    case, extra = case_of(2), SGD
+    torch.manual_seed(0)
+    model = Language()
+    plain = sheer.initialize(model=model, config=Case(world=2, stage=1, extra=extra).config())[0]
+    tokens = torch.arange(12).view(2, 6) % 11
+    plain.backward(plain(tokens, tokens))
+    plain.step()
+    plain.save_checkpoint(tmp_path / "plain")
+    plain.destroy()
+    torch.manual_seed(1)
+    cut = PipelineModule.from_module(Language(), blocks="body.blocks.*", num_stages=2)
+    engine = sheer.initialize(model=cut, config=case.config())[0]
+    engine.load_checkpoint(tmp_path / "plain")
+    engine.save_checkpoint(tmp_path / "cut")
+    assert_same(contents(tmp_path / "cut" / "global_step1"), contents(tmp_path / "plain" / "global_step1"))
+    engine.train_batch(iter([(tokens, tokens)]))
+    engine.save_checkpoint(tmp_path / "cut")
+    engine.destroy()
+    again = sheer.initialize(model=Language(), config=Case(world=2, stage=2, extra=extra).config())[0]
+    again.load_checkpoint(tmp_path / "cut")
+    assert again.global_steps == 2
+    again.save_checkpoint(tmp_path / "plain")
+    assert_same(contents(tmp_path / "cut" / "global_step2"), contents(tmp_path / "plain" / "global_step2"))
+
+
+@pytest.mark.world_size(4)
+def test_every_rank_writes_its_own_part_once(tmp_path) -> None:
+    engine = sheer.initialize(model=staged(2), config=case_of(2, stage=1).config())[0]
+    case = case_of(2, stage=1)
+    train(engine, case, batches(1, size=case.global_batch))
+    engine.save_checkpoint(tmp_path, tag="t")
+    index = checkpoint.open_checkpoint(tmp_path, "t")
+    files = sorted((tmp_path / "t").glob("rank*.safetensors"))
+    assert len(files) == 4
+    whole = sum(entry.nbytes for _, entry in index.entries())
+    assert whole <= sum(file.stat().st_size for file in files) + 64 * len(list(index.entries()))
+    assert sum(file.stat().st_size for file in files) < whole + 4 * 8192
+    assert index.facts["run"]["pipeline_stages"] == 2
+    assert index.ties == {"7.weight": "0.weight"}
+    assert json.loads((tmp_path / "t" / "state.json").read_text())["counters"]["global_steps"] == 1
+
+
+@pytest.mark.world_size(2)
+def test_names_are_checked_over_all_stages_together(tmp_path) -> None:
+    """A tensor that no stage has, or that the checkpoint lacks, is refused on all ranks, and nothing changes."""
+    case = case_of(2)
+    engine = sheer.initialize(model=staged(2), config=case.config())[0]
+    train(engine, case, batches(1, size=case.global_batch))
+    engine.save_checkpoint(tmp_path, tag="t")
+    engine.destroy()
+    more = [*layers()[:-1], nn.Linear(12, 12), layers()[-1]]
+    other = sheer.initialize(model=staged(2, layers=more, loss_fn=cross_entropy), config=case.config())[0]
+    before = snapshot(other)
+    with pytest.raises(CheckpointError, match=r"7\.bias"):
+        other.load_checkpoint(tmp_path, tag="t")
+    assert_same(snapshot(other), before)
+
+
+@pytest.mark.world_size(2)
+def test_a_run_goes_on_from_its_loaders_position(tmp_path) -> None:
+    """Its own loader deals the same samples to the first and the last stage; a load puts both where the save was."""
+    data = [(tokens, tokens) for tokens in batches(1, size=16)[0]]
+
+    def build() -> Any:
+        return sheer.initialize(model=staged(2), config=case_of(2, accumulation=2).config(), training_data=data)[0]
+
+    engine = build()
+    for _ in range(2):
+        engine.train_batch()
+    engine.save_checkpoint(tmp_path)
+    expected = [engine.train_batch().item() for _ in range(3)]
+    engine.destroy()
+    again = build()
+    again.load_checkpoint(tmp_path)
+    assert [again.train_batch().item() for _ in range(3)] == expected
