@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import sheer.testing
 from sheer.comm import Arena, Axis, Lane, NativeTransport, build_mesh, data_axis
 from sheer.errors import CheckpointError, CommError, UsageError
 
@@ -223,15 +222,3 @@ def test_every_axis_of_a_mesh_joins_its_ranks_and_no_others(stages: int, world_s
         assert axis.gather_objects(world.rank) == [s * width + column for s in holders]
     assert (mesh.data is world) == (stages == 1)
     mesh.close()
-
-
-@pytest.mark.world_size(4)
-def test_a_mesh_over_some_of_the_ranks_needs_only_those() -> None:
-    import torch.distributed as dist  # noqa: TID251
-
-    group = dist.new_group([1, 2])
-    if sheer.testing.rank() in (1, 2):
-        mesh = build_mesh(Axis(group), stages=2, ties=[(0, 1)])
-        assert mesh.pipe.gather_objects(sheer.testing.rank()) == [1, 2]
-        assert mesh.ties[0, 1].gather_objects(sheer.testing.rank()) == [1, 2]
-        assert mesh.data.size == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,8 +16,83 @@ from sheer.errors import CheckpointError
 from tests.engine.models import batches
 from tests.engine.oracle import Case
 from tests.engine.stages import SGD, case_of, cross_entropy, layers, staged, train
-from tests.engine.worlds import assert_same, contents, snapshot
+from tests.engine.worlds import Worlds, assert_same, contents, snapshot
 from tests.pipeline.models import Language
+
+ALL = 12
+
+
+class Run(NamedTuple):
+    """One way to hold the model."""
+
+    stages: int
+    width: int = 1
+    zero: int = 0
+    more: dict[str, Any] = {}
+
+    @property
+    def ranks(self) -> int:
+        return self.stages * self.width
+
+
+RUNS = {
+    "one rank": Run(1),
+    "zero 2 on two": Run(1, 2, 2),
+    "zero 1 on three": Run(1, 3, 1),
+    "two by two": Run(2, 2, 2),
+    "two uneven": Run(2, 2, 0, {"boundaries": [0, 1, 8]}),
+    "four stages": Run(4),
+    "four, one empty": Run(4, 1, 1, {"boundaries": [0, 4, 4, 7, 8]}),
+    "chunks": Run(2, 2, 1, {"chunks": 2}),
+}
+
+
+def start(run: Run, *, seed: int = 3, **more: Any) -> tuple[Any, Case]:
+    rank = sheer.testing.rank()
+    case = Case(stage=run.zero, world=run.width, rank=rank % run.width, micro=ALL // run.width, extra={**SGD, **more})
+    module = staged(run.stages, stage=rank // run.width, **run.more)
+    with torch.no_grad():
+        for param in module.parameters():
+            param.add_(seed - 3)
+    return sheer.initialize(model=module, config=case.config())[0], case
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("saver", RUNS)
+def test_every_split_reads_what_any_other_saved(saver: str, tmp_path, monkeypatch) -> None:
+    """To the bit, and goes on alike: params, momentum, buffers; each of them stored once."""
+    worlds, data = Worlds(monkeypatch), batches(3, size=ALL)
+    first, second, third = data
+
+    def save() -> float:
+        engine, case = start(RUNS[saver])
+        train(engine, case, [first, second])
+        engine.save_checkpoint(tmp_path, tag="first", client_state={"by": saver})
+        loss = train(engine, case, [third])[0].loss
+        engine.destroy()
+        return loss
+
+    expected = worlds.within(RUNS[saver].ranks, save)
+    stored = contents(tmp_path / "first")
+    assert {key.name for key in stored if key.kind == "param"} == {
+        name for name, _ in staged(1, stage=0).named_parameters()
+    }
+
+    def load(loader: str) -> None:
+        engine, case = start(RUNS[loader], seed=9)
+        path, client_state = engine.load_checkpoint(tmp_path, tag="first")
+        assert path is not None
+        assert client_state == {"by": saver}
+        assert engine.global_steps == 2
+        engine.save_checkpoint(tmp_path, tag=loader)
+        loss = train(engine, case, [third])[0].loss
+        if sheer.testing.rank() == 0:
+            assert loss == pytest.approx(expected, rel=1e-5)
+        engine.destroy()
+
+    for loader in RUNS:
+        worlds.within(RUNS[loader].ranks, lambda loader=loader: load(loader))
+        assert_same(contents(tmp_path / loader), stored)
 
 
 @pytest.mark.world_size(2)

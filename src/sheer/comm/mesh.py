@@ -81,7 +81,7 @@ class Mesh:
     ties: Mapping[tuple[int, ...], Axis]
     """Stages that share a parameter, this one among them -> their ranks with this data rank."""
     made: tuple[dist.ProcessGroup, ...] = ()
-    """The groups to leave in the end."""
+    """The groups that were made for it."""
 
     @property
     def stages(self) -> int:
@@ -103,7 +103,8 @@ class Mesh:
 def build_mesh(world: Axis, *, stages: int = 1, ties: Collection[tuple[int, ...]] = ()) -> Mesh:
     """The mesh of `stages` stages over `world`; `ties` are the sets of stages that share a parameter.
 
-    Collective on `world`, with equal arguments: every rank makes the groups in one order.
+    Collective on `world`, the ranks of the whole job, with equal arguments: every rank takes part in making every
+    group, in one order. (torch can make a group without the others only where all its members have made as many.)
     """
     if stages == 1:
         return Mesh(world, world, Axis(None, name="pipe"), {})
@@ -116,10 +117,10 @@ def build_mesh(world: Axis, *, stages: int = 1, ties: Collection[tuple[int, ...]
     made: list[dist.ProcessGroup] = []
 
     def axis(name: str, groups: Sequence[Sequence[int]]) -> Axis:
-        mine = [_group(world, ranks) for ranks in groups if world.rank in ranks or _everyone_comes(world)]
+        mine = [_group(world, ranks) for ranks in groups]
         own = next((group for group in mine if group is not None), None)
-        if own is not None and _everyone_comes(world):
-            made.append(own)  # others have names that follow from their ranks, which must not be used twice
+        if own is not None:
+            made.append(own)
         return Axis(own, name=name)
 
     rows = [range(s * width, (s + 1) * width) for s in range(stages)]
@@ -128,14 +129,8 @@ def build_mesh(world: Axis, *, stages: int = 1, ties: Collection[tuple[int, ...]
     tied = {
         holders: axis(f"tie {holders}", [[s * width + c for s in holders] for c in range(width)])
         for holders in sorted(set(ties))
-        if stage in holders or _everyone_comes(world)
     }
     return Mesh(world, data, pipe, {holders: one for holders, one in tied.items() if stage in holders}, tuple(made))
-
-
-def _everyone_comes(world: Axis) -> bool:
-    """Whether `world` is all there is: then every rank must take part in making every group."""
-    return world.group is dist.distributed_c10d._get_default_group()
 
 
 def _group(world: Axis, members: Sequence[int]) -> dist.ProcessGroup | None:
@@ -145,7 +140,5 @@ def _group(world: Axis, members: Sequence[int]) -> dist.ProcessGroup | None:
         return None
     ranks = [dist.get_global_rank(world.group, member) for member in members]
     backend = world.group._get_backend(world.group._device_types[0])
-    group = dist.new_group(
-        ranks, timeout=backend.options._timeout, use_local_synchronization=not _everyone_comes(world)
-    )
+    group = dist.new_group(ranks, timeout=backend.options._timeout)
     return group if world.rank in members else None
