@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks import compile, growth, memory, profiles, replay, report, startup, step
+from benchmarks import checkpoint, compile, growth, memory, profiles, replay, report, startup, step
 from benchmarks.contenders import chosen
 from benchmarks.report import Result
 from benchmarks.step import Race
@@ -83,6 +83,9 @@ SUITES: dict[str, Suite] = {
     "beyond": Suite("Memory beyond the model state", lambda _: memory.beyond()),
     "growth": Suite("The engine's own time as the model grows", lambda effort: growth.run(quick=effort.quick)),
     "planning": Suite("Planning for 1024 ranks and 10 000 parameters", lambda _: growth.planning(), quick=True),
+    "checkpoint": Suite(
+        "Saving and loading 1 GB", lambda effort: checkpoint.run(quick=effort.quick, rounds=effort.rounds)
+    ),
     "compile": Suite("Compiling", lambda effort: compile.run(rounds=effort.rounds or 1)),
     "startup": Suite("Starting", lambda effort: startup.run(rounds=effort.rounds or (1 if effort.quick else 5))),
 }

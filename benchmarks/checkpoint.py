@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -34,7 +34,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import sheer
+from benchmarks.report import Result
 from sheer.checkpoint import Shard, open_checkpoint
 from sheer.checkpoint import load as load_shards
 from sheer.comm import data_axis
@@ -411,7 +413,8 @@ def rows(args: argparse.Namespace) -> list[str]:
         save, load = speeds(found, "save"), speeds(found, "load")
         lines += [
             "",
-            f"{args.megabytes} MB, {ranks} rank{'s' * (ranks > 1)}; share of the raw speed, {args.rounds} rounds",
+            f"{args.megabytes} MB, {ranks} rank{'s' * (ranks > 1)}{', cold page cache' * args.cold}; share of the raw speed, "
+            f"{args.rounds} rounds",
             "",
         ]
         lines += [
@@ -435,7 +438,15 @@ def rows(args: argparse.Namespace) -> list[str]:
     ]
 
 
-def main() -> None:
+def run(*, quick: bool, rounds: int | None = None) -> Result:
+    """The tables with a warm page cache, and the first of them with a cold one."""
+    words = ["--megabytes", "200", "--ranks", "1"] if quick else []
+    words += ["--rounds", str(rounds or (1 if quick else 5))]
+    lines = rows(_arguments(words))
+    return Result(lines if quick else [*lines, *rows(_arguments([*words, "--cold", "--ranks", "1"]))[:-3]], None)
+
+
+def _arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=5)
@@ -444,10 +455,14 @@ def main() -> None:
     parser.add_argument("--cold", action="store_true", help="drop the page cache of what is about to be loaded")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.child:
-        child(args)
-    print("\n".join(rows(args)))
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    arguments = _arguments()
+    if arguments.child:
+        child(arguments)
+    print("\n".join(rows(arguments)))
 
 
 if __name__ == "__main__":
