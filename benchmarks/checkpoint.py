@@ -413,8 +413,8 @@ def rows(args: argparse.Namespace) -> list[str]:
         save, load = speeds(found, "save"), speeds(found, "load")
         lines += [
             "",
-            f"{args.megabytes} MB, {ranks} rank{'s' * (ranks > 1)}{', cold page cache' * args.cold}; share of the raw speed, "
-            f"{args.rounds} rounds",
+            f"{args.megabytes} MB, {ranks} rank{'s' * (ranks > 1)}{', cold page cache' * args.cold}; "
+            f"share of the raw speed, {args.rounds} rounds",
             "",
         ]
         lines += [

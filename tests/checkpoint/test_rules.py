@@ -207,7 +207,7 @@ def test_rank_0_decides_which_checkpoint_it_is(tmp_path: Path) -> None:
 def test_names_that_do_not_match_are_listed_in_both_directions_with_the_nearest(tmp_path: Path) -> None:
     save_alone(tmp_path, param("blocks.0.weight", 1, 2), param("fine", 1), whole("buffer", "mask", torch.ones(1)))
     fine = param("fine", 0)
-    wanted = [whole("param", "block.0.weight", torch.zeros(3)), fine, param("mask", 0)]
+    wanted = [whole("param", "block.0.weight", torch.zeros(3)), fine, whole("optim.exp_avg", "mask", torch.zeros(1))]
     with pytest.raises(CheckpointError) as raised:
         load_alone(tmp_path, *wanted)
     text = str(raised.value)
@@ -215,7 +215,7 @@ def test_names_that_do_not_match_are_listed_in_both_directions_with_the_nearest(
         "missing: param 'block.0.weight' [3] is wanted, not in the checkpoint; nearest in the checkpoint: 'blocks.0"
         in text
     )
-    assert "missing: param 'mask' [1] is wanted, not in the checkpoint; it is there as buffer" in text
+    assert "missing: optim.exp_avg 'mask' [1] is wanted, not in the checkpoint" in text
     assert (
         "unexpected: param 'blocks.0.weight' [2] is in the checkpoint, not wanted; nearest wanted: 'block.0.w" in text
     )
@@ -255,6 +255,14 @@ def test_other_kinds_are_left_alone(tmp_path: Path) -> None:
     report = load_alone(tmp_path, *wanted, kinds={"param", "buffer"})
     assert [shard.data.item() for shard in wanted] == [1, 0]
     assert report.unexpected == report.missing == ()
+
+
+def test_parameters_and_buffers_fill_each_other_as_in_a_state_dict(tmp_path: Path) -> None:
+    save_alone(tmp_path, param("scale", 1), whole("buffer", "mask", torch.ones(1)), facts={"ties": {"also": "mask"}})
+    scale, mask, also = whole("buffer", "scale", torch.zeros(1)), param("mask", 0.0), param("also", 0.0)
+    report = load_alone(tmp_path, scale, mask, also)
+    assert [shard.data.item() for shard in (scale, mask, also)] == [1, 1, 1]
+    assert report.missing == report.unexpected == ()
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ _TORN = (
     "use may hold old and new values side by side. Load a checkpoint before going on, or end."
 )
 
+_MODULE = ("param", "buffer")
+
 Allow = bool | Callable[[Key], bool]
 """Whether a missing tensor is to be accepted: for all alike, or asked for each."""
 
@@ -199,10 +201,17 @@ def _resolve(index: Index, wanted: Sequence[Shard], ties: Mapping[str, str], *, 
     sources = []
     for shard in wanted:
         names = [shard.name, *sorted(aliases.get(shard.name, []))]
-        keys = [Key(shard.kind, name) for name in names]
-        owners = [key if index.entry(key) else Key(key.kind, stored_ties.get(key.name, key.name)) for key in keys]
-        sources.append(_Source(shard, tuple(dict.fromkeys(key for key in owners if index.entry(key))), fresh))
+        owners = [_stored(index, shard.kind, name, stored_ties) for name in names]
+        sources.append(_Source(shard, tuple(dict.fromkeys(key for key in owners if key is not None)), fresh))
     return sources
+
+
+def _stored(index: Index, kind: str, name: str, ties: Mapping[str, str]) -> Key | None:
+    """What is stored of `name`, or of what it is tied to. To a state_dict parameters and buffers are alike, so one
+    fills the other where the checkpoint has no such name of its own kind."""
+    kinds = (kind, *(other for other in _MODULE if other != kind)) if kind in _MODULE else (kind,)
+    candidates = (Key(each, known) for each in kinds for known in (name, ties.get(name, name)))
+    return next((key for key in candidates if index.entry(key)), None)
 
 
 def _judge(index: Index, sources: Iterable[_Source], *, merge_states: bool) -> _Findings:
@@ -286,14 +295,12 @@ def _listed(lines: Sequence[str], total: int | None = None) -> list[str]:
 
 
 def _missing_line(index: Index, key: Key, shape: Sequence[int], unexpected: Sequence[Key]) -> str:
-    """One wanted tensor that is not there, and what is there under a name like it, or as another kind."""
-    others = [k for k in ("param", "buffer") if key.kind in ("param", "buffer") and index.entry(Key(k, key.name))]
-    hint = f"; it is there as {others[0]}" if others else ""
+    """One wanted tensor that is not there, and what is there under a name like it."""
     candidates = {k.name: k for k in unexpected if k.kind == key.kind} or {
         k.name: k for k, _ in index.entries() if k.kind == key.kind
     }
     near = [f"{name!r} {list(_shape(index, candidates[name]))}" for name in nearest(key.name, candidates)]
-    hint += f"; nearest in the checkpoint: {', '.join(near)}" if near else ""
+    hint = f"; nearest in the checkpoint: {', '.join(near)}" if near else ""
     return f"missing: {key} {list(shape)} is wanted, not in the checkpoint{hint}"
 
 

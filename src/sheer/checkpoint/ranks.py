@@ -31,6 +31,24 @@ class Axis(Protocol):
         """Collective: wait for all ranks; after `timeout` seconds raise an error that names the missing ones."""
 
 
+class Alone:
+    """An `Axis` of one rank, for work without a process group."""
+
+    rank, size = 0, 1
+
+    def gather_objects(self, value: Any, /) -> list[Any]:
+        """Its own."""
+        return [value]
+
+    def agree(self, error: BaseException | None, *, doing: str) -> None:
+        """Raise its own error, which `doing` led to."""
+        if error is not None:
+            raise error
+
+    def assemble(self, name: str, *, timeout: float) -> None:
+        """All are there."""
+
+
 def together(axis: Axis, doing: str, work: Callable[[], T]) -> T:
     """Run `work` on every rank and return its result; where any rank failed, raise on all. Collective.
 

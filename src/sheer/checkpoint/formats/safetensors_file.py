@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
 
 from sheer.checkpoint import plain
-from sheer.checkpoint.formats.weights import Weights, aside
+from sheer.checkpoint.formats.weights import Foreign, Weights, aside, without_wrappers
 from sheer.checkpoint.shard import SAFETENSORS_CODES
 from sheer.checkpoint.tensorfile import write_fully
 from sheer.errors import CheckpointError
@@ -55,3 +56,21 @@ def _header(weights: Weights, names: Sequence[str], metadata: Mapping[str, str])
     text = plain.render(described).encode()
     text += b" " * (-(8 + len(text)) % 64)
     return struct.pack("<Q", len(text)) + text
+
+
+def read(path: Path) -> Foreign:
+    """The tensors of the file `path`, mapped from it, and the ties that its metadata names."""
+    said: list[str] = []
+    tensors, metadata = read_file(path)
+    names = without_wrappers(tensors, said)
+    ties = {alias: names[owner] for alias, owner in metadata.items() if owner in names and alias not in tensors}
+    return Foreign({names[name]: tensor for name, tensor in tensors.items()}, ties, said)
+
+
+def read_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tensors by name, mapped from the file, and the file's metadata."""
+    try:
+        with safetensors.safe_open(path, "pt") as opened:
+            return {name: opened.get_tensor(name) for name in opened.keys()}, dict(opened.metadata() or {})  # noqa: SIM118
+    except (safetensors.SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read as safetensors: {error}.") from error

@@ -84,3 +84,32 @@ def aside(target: Path) -> Iterator[Path]:
             else:
                 place.unlink(missing_ok=True)
             raise
+
+
+class Foreign(NamedTuple):
+    """What another project's files hold of a model."""
+
+    tensors: dict[str, torch.Tensor]
+    """By name, each once; where the format allows, mapped from the file and not read yet."""
+    ties: dict[str, str]
+    """Alias -> the name among `tensors`."""
+    said: list[str]
+    """What a person should know of how it was read."""
+
+
+_LEADING = ("module.", "wrapped.", "_fsdp_wrapped_module.")
+_ANYWHERE = "_orig_mod."
+
+
+def without_wrappers(names: Mapping[str, object], said: list[str]) -> dict[str, str]:
+    """Name -> the user's own name: without what torch.compile put in anywhere, and wrappers before all names."""
+    plain = {name: name.replace(_ANYWHERE, "") for name in names}
+    removed = [_ANYWHERE] if any(_ANYWHERE in name for name in names) else []
+    while leading := next((p for p in _LEADING if plain and all(n.startswith(p) for n in plain.values())), None):
+        plain = {name: known.removeprefix(leading) for name, known in plain.items()}
+        removed.append(leading)
+    if removed:
+        said.append(f"removed the prefixes that wrappers had put before names: {', '.join(removed)}")
+    if len(set(plain.values())) < len(plain):
+        raise CheckpointError(f"without the prefixes {', '.join(removed)} two tensors would have the same name.")
+    return plain
