@@ -19,6 +19,9 @@ CompilerFn = Callable[[Callable[..., Any]], Callable[..., Any]]
 # What `torch.compile` takes beside these is the user's to set; these are given by other keys or by us.
 _NOT_KWARGS = {"model", "backend", "isolate_recompiles"}
 
+# Torch's own; to list the others, torch imports every one of them, for half a second.
+_ALWAYS_THERE = frozenset({"inductor", "eager", "aot_eager"})
+
 
 class Settings(NamedTuple):
     """How forwards are compiled."""
@@ -46,6 +49,8 @@ def resolve(backend: Backend) -> Backend:
         if callable(backend):
             return backend
         raise ConfigError(f"compile.backend is {backend!r}; allowed are a name, an import path or a callable")
+    if backend in _ALWAYS_THERE:
+        return backend
     names = torch._dynamo.list_backends(exclude_tags=())
     if backend in names:
         return backend
