@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from sheer.comm.arena import Arena
 from sheer.comm.axis import Axis
 from sheer.comm.counters import Counters
 from sheer.comm.tickets import Finish, Ticket, chain, completing, finished
@@ -14,14 +15,14 @@ from sheer.comm.transport import GlooTransport, NativeTransport, Transport
 class Lane:
     """Submits collectives of one axis in order. With one rank on the axis every ticket is already done."""
 
-    def __init__(self, axis: Axis, *, counters: Counters | None = None) -> None:
-        """`counters` may be shared with other lanes."""
+    def __init__(self, axis: Axis, *, counters: Counters | None = None, arena: Arena | None = None) -> None:
+        """`counters` may be shared with other lanes; `arena` has the buffers that a backend needs besides."""
         self._axis = axis
         self.counters = Counters() if counters is None else counters
         self._transport: Transport | None = None
         if axis.group is not None and axis.size > 1:
             native = dist.get_backend(axis.group) != "gloo"
-            self._transport = NativeTransport(axis.group) if native else GlooTransport(axis.group)
+            self._transport = NativeTransport(axis.group) if native else GlooTransport(axis.group, arena=arena)
 
     def all_reduce(self, tensor: torch.Tensor, *, what: str, then: Finish | None = None) -> Ticket:
         """P -> R: sum `tensor` in place; `then` runs when it has been waited for."""

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from sheer.comm.arena import Arena
 from sheer.comm.tickets import Finish
 
 
@@ -45,15 +46,22 @@ class NativeTransport:
 
 class GlooTransport(NativeTransport):
     """gloo scatters by reducing everything and gathers in lockstep; an exchange and broadcasts take half the time
-    (measured on torch 2.13: 9.5 against 21 ms and 6 against 13 ms for 16 MB on two ranks)."""
+    (measured on torch 2.13: 9.5 against 21 ms and 6 against 13 ms for 16 MB on two ranks). What arrives in an
+    exchange lies in buffers of `arena`, where there is one."""
+
+    def __init__(self, group: dist.ProcessGroup, *, arena: Arena | None = None) -> None:
+        super().__init__(group)
+        self._arena = arena
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> tuple[Sequence[dist.Work], Finish | None]:
         """Exchange intervals, then sum them here, always in rank order."""
-        received = torch.empty_like(full)
+        arena = self._arena or Arena(full.device)
+        received = arena.acquire(full.numel(), full.dtype)
         work = dist.all_to_all_single(received, full, group=self._group, async_op=True)
 
         def add_up() -> None:
             torch.sum(received.view(-1, shard.numel()), dim=0, out=shard)
+            arena.forget(received)
 
         return _started(work), add_up
 

@@ -22,7 +22,7 @@ from sheer.zero.grads import BucketGrad, GradState, ResidentGrad, ShardedGrad, W
 from sheer.zero.ties import TiedGrads
 
 MAX_IN_FLIGHT = 2
-"""Leased gradient buffers under reduction at one time: one travels while the next fills."""
+"""Buckets under reduction at one time, each with the buffers it leases: one travels while the next fills."""
 
 _GRADS: Mapping[Placement, type[ResidentGrad | ShardedGrad]] = {
     Placement.PARTIAL: ResidentGrad,
@@ -54,9 +54,9 @@ class ZeroRuntime:
         self.layout = layout
         self.mesh = mesh
         self.axis = axis = mesh.data
-        self.lane = Lane(axis)
-        self.world_lane = self.lane if mesh.stages == 1 else Lane(mesh.world, counters=self.lane.counters)
         self.arena = Arena(device)
+        self.lane = Lane(axis, arena=self.arena)
+        self.world_lane = self.lane if mesh.stages == 1 else Lane(mesh.world, counters=self.lane.counters)
         self.owner: weakref.ref[object] | None = None
         """The engine that drives it, for who comes from a parameter."""
         self.reducing = False
@@ -171,8 +171,7 @@ class ZeroRuntime:
     def _launch(self, grad: BucketGrad) -> None:
         self._make_room()
         grad.launch()
-        if self.layout.stage.grad is Placement.SHARDED:
-            self._in_flight.append(grad)
+        self._in_flight.append(grad)
 
     def _finish_announced(self) -> None:
         if any(grad.late or grad.countdown.started for grad in self.grads):
