@@ -10,6 +10,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from operator import attrgetter
 from typing import Any, NamedTuple, final
 
 import torch
@@ -114,7 +115,7 @@ class Engine(BatchVerbs, CompileVerbs, DeepSpeedNames):
         }
 
     def _trainable_now(self) -> tuple[bool, ...]:
-        return tuple(param.requires_grad for param in self._params.values())
+        return tuple(map(attrgetter("requires_grad"), self._params.values()))
 
     def _frozen_changed(self) -> bool:
         return self._flags != self._trainable_now()
