@@ -31,6 +31,7 @@ from tests.engine.stages import (
     train,
     whole,
 )
+from tests.engine.test_identity import face
 
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}
 
@@ -367,3 +368,29 @@ def test_an_engine_says_where_it_stands() -> None:
     assert (engine.is_first_stage(), engine.is_last_stage()) == (stage == 0, stage == 1)
     assert (engine.world_size, engine.dp_world_size, engine.global_rank) == (4, 2, sheer.testing.rank())
     assert engine.train_batch_size() == 4
+
+
+# --- nothing wraps the module -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}, {"torch_autocast": {"enabled": True}}])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_stage_stays_the_module_it_is(zero: int, precision: dict[str, Any], compiled: bool) -> None:
+    """Same object, class, keys and attributes; what anyone sets on it is seen; its hooks fire once per micro-batch."""
+    case = case_of(2, stage=zero, accumulation=2, extra=precision)
+    module = staged(2)
+    before, heard = face(module), []
+    module.register_forward_hook(lambda *_: heard.append("forward"))
+    more = {"compile": {"enabled": True, "backend": "aot_eager"}} if compiled else {}
+    engine = start(case, 2, module=module, **more)
+    engine.module.checkpoint_parallel_write_pipeline = True
+    train(engine, case, batches(2, size=case.global_batch))
+    assert engine.module is module
+    assert isinstance(engine.module, sheer.PipelineModule)
+    assert heard == ["forward"] * 4
+    assert module.checkpoint_parallel_write_pipeline is engine.checkpoint_parallel_write_pipeline is True
+    del module.checkpoint_parallel_write_pipeline
+    engine.destroy()
+    assert face(module) == before
