@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import sheer
+from sheer.testing import rank
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -48,10 +50,42 @@ def test_the_quick_start_trains_and_its_checkpoint_loads(tmp_path: Path, monkeyp
         assert names["result"].step == 4
         assert 0 < names["result"].loss < 4  # ln 8 is 2.1
         plain = Tokens()
-        exec(block("python", 1), {"model": plain, "sheer": sheer})
+        exec(block("python", 2), {"model": plain, "sheer": sheer})
         assert torch.equal(plain.head.weight.bfloat16(), model.head.weight)
     finally:
         names["engine"].destroy()
+
+
+class Deep(nn.Module):
+    """Blocks under the name that the README cuts at; it makes its own loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.transformer = nn.ModuleDict({"h": nn.ModuleList(nn.Linear(4, 4) for _ in range(4))})
+        self.head = nn.Linear(4, 8)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.transformer["h"]:
+            x = layer(x).relu()
+        return nn.functional.cross_entropy(self.head(x), targets)
+
+
+@pytest.mark.world_size(2)
+def test_the_pipeline_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / str(rank())
+    own.mkdir()
+    monkeypatch.chdir(own)
+    config = json.loads(block("json", 0))
+    config["compile"]["backend"] = "eager"
+    (own / "config.json").write_text(json.dumps(config))
+    tokens = torch.arange(8)
+    names = {"model": Deep(), "batches": itertools.repeat((tokens, tokens)), "sheer": sheer}
+    exec(block("python", 1), names)
+    assert 0 < names["loss"] < 4  # on both stages
+    assert len(list(names["engine"].module.parameters())) < 11
+    names["engine"].destroy()
 
 
 def test_the_script_to_copy_trains_and_goes_on(tmp_path: Path) -> None:
