@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from sheer import checkpoint, pipe, testing, utils
+    from sheer import checkpoint, pipe, testing, utils, zero
     from sheer.config import Config
     from sheer.data import RepeatingLoader
     from sheer.engine import Engine
@@ -51,6 +51,7 @@ __all__ = [
     "pipe",
     "testing",
     "utils",
+    "zero",
 ]
 
 _HOMES = {
@@ -63,7 +64,7 @@ _HOMES = {
     "TiedLayerSpec": "sheer.pipeline",
     "initialize": "sheer.setup",
 } | {name: "sheer.errors" for name in __all__ if name.endswith("Error")}
-_MODULES = frozenset({"checkpoint", "pipe", "testing", "utils"})
+_MODULES = frozenset({"checkpoint", "pipe", "testing", "utils", "zero"})
 
 
 def __getattr__(name: str) -> Any:

@@ -35,6 +35,7 @@ from sheer.persist import Counters
 from sheer.pipelining import Pipeline
 from sheer.shards import names_and_ties
 from sheer.surface import DeepSpeedNames
+from sheer.zero import Units
 
 
 class Parts(NamedTuple):
@@ -51,6 +52,8 @@ class Parts(NamedTuple):
     base_optimizer: torch.optim.Optimizer | None
     group_of: Mapping[str, int]
     """Parameter name -> index of its optimizer group."""
+    units: Units
+    """What is gathered together, where parameters are sharded."""
     loss_scale: LossScale | None
     compiler: Compiler
     monitors: tuple[Monitor, ...]
@@ -98,6 +101,7 @@ class Engine(BatchVerbs, CompileVerbs, DeepSpeedNames):
         self._own_iterator: Iterator[Any] | None = None
         self._params, self._ties = names_and_ties(parts.module, parts.split)
         self._islands = planning.fp32_islands(parts.module)
+        self._units = parts.units
         self._flags = self._trainable_now()
         self._plan = planning.build(self._params, base=self._base, **self._circumstances())
         self._runtime = self._plan.runtime
@@ -109,6 +113,7 @@ class Engine(BatchVerbs, CompileVerbs, DeepSpeedNames):
             "config": self._config,
             "group_of": self._group_of,
             "islands": self._islands,
+            "units": self._units,
             "split": self._split,
             "mesh": self._mesh,
             "device": self.device,
@@ -125,6 +130,8 @@ class Engine(BatchVerbs, CompileVerbs, DeepSpeedNames):
 
     def _attach(self) -> None:
         self._runtime.owner = weakref.ref(self)
+        for fqn, gate in self._runtime.gates.items():
+            self._compiler.set_gate(fqn, gate)
         self._arm()
 
     def _replan(self) -> None:
@@ -609,6 +616,8 @@ class Engine(BatchVerbs, CompileVerbs, DeepSpeedNames):
             return
         self._alive = False
         self._compiler.disable()
+        for fqn in self._runtime.gates:
+            self._compiler.set_gate(fqn, None)
         self._runtime.destroy()
         if self._plan.optimizer is not None:
             self._plan.optimizer.release()

@@ -5,9 +5,9 @@ between micro-batches, and the optimizer state with the parameter it updates. A 
 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv 1910.02054); the
 collectives follow from the changes of placement.
 
-A bucket is a flat buffer of parameters that share dtype, gradient dtype, trainability and optimizer group. Buckets are
-in reverse order of use, which is the order in which their gradients become ready and the order in which every rank
-communicates them.
+A bucket is a flat buffer of parameters that share dtype, gradient dtype, trainability and optimizer group, and, where
+parameters are sharded, the unit that they are gathered with. Buckets are in reverse order of use, which is the order in
+which their gradients become ready and the order in which every rank communicates them.
 """
 
 from __future__ import annotations
@@ -106,6 +106,8 @@ class ParamSpec(NamedTuple):
     """Index of its optimizer group; None when it is frozen or in no group, so that nothing updates it."""
     tie: tuple[int, ...] = ()
     """The pipeline stages that hold it, where it is more than one."""
+    unit: str = ""
+    """What it is gathered with, where parameters are sharded: the name of a block, or "" for the rest of the model."""
 
     @property
     def numel(self) -> int:
@@ -120,6 +122,7 @@ class BucketKey(NamedTuple):
     grad_dtype: torch.dtype
     group: int | None
     tie: tuple[int, ...] = ()
+    unit: str = ""
 
 
 class Slot(NamedTuple):
@@ -219,6 +222,11 @@ class Layout:
             return Interval(0, bucket.numel)
         return bucket.shard(rank)
 
+    @property
+    def shards_params(self) -> bool:
+        """Whether no rank holds whole parameters at rest, so that they are gathered before use."""
+        return self.stage.param is Placement.SHARDED and self.world > 1
+
     def digest(self) -> str:
         """A short fingerprint; equal on all ranks of a healthy run."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
@@ -230,6 +238,8 @@ class Layout:
             dtype = str(bucket.key.dtype).removeprefix("torch.")
             group = "frozen" if bucket.key.group is None else f"group {bucket.key.group}"
             names = f"{bucket.slots[0].fqn} .. {bucket.slots[-1].fqn}"
+            if bucket.key.unit:
+                names += f"  (unit {bucket.key.unit})"
             lines.append(
                 f"  {bucket.index:4d}  {bucket.numel:>12,d} {dtype:9s} {group:8s} {len(bucket.slots):5d}  {names}"
             )
@@ -259,7 +269,7 @@ def plan(params: Sequence[ParamSpec], *, stage: Stage, world: int, limit: int) -
     closed: list[tuple[BucketKey, list[ParamSpec]]] = []
     tied = sorted((spec for spec in params if spec.tie), key=lambda spec: spec.fqn)
     for spec in [*tied, *(spec for spec in reversed(params) if not spec.tie)]:
-        key = BucketKey(spec.dtype, spec.grad_dtype, spec.group, spec.tie)
+        key = BucketKey(spec.dtype, spec.grad_dtype, spec.group, spec.tie, spec.unit)
         size = align(spec.numel)
         if key in filling and sizes[key] + size > (MAX_BUCKET_NUMEL if key.tie else limit):
             closed.append((key, filling.pop(key)))
@@ -269,7 +279,9 @@ def plan(params: Sequence[ParamSpec], *, stage: Stage, world: int, limit: int) -
         sizes[key] += size
     order = {spec.fqn: position for position, spec in enumerate(reversed(params))}
     closed.extend(filling.items())
-    closed.sort(key=lambda item: max(order[spec.fqn] for spec in item[1]))
+    # What is in no unit is used all over the model, so its gradients are complete last.
+    split = any(spec.unit for spec in params)
+    closed.sort(key=lambda item: (split and not item[0].unit, max(order[spec.fqn] for spec in item[1])))
     return Layout(stage, world, tuple(_lay_out(i, key, specs, world) for i, (key, specs) in enumerate(closed)))
 
 

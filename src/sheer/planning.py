@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,8 +10,9 @@ import torch
 from sheer import layout as layouts
 from sheer import restate
 from sheer.comm import Axis, Mesh
+from sheer.compiler import find_blocks, pick
 from sheer.config import Config
-from sheer.errors import UsageError
+from sheer.errors import ConfigError, UsageError
 from sheer.layout import Layout, ParamSpec, Placement, Split
 from sheer.optim.flat import (
     MASTER,
@@ -26,7 +27,7 @@ from sheer.optim.flat import (
     needs_whole_tensors,
 )
 from sheer.statistics import Census, take
-from sheer.zero import LOW_PRECISION, Wiring, ZeroRuntime
+from sheer.zero import LOW_PRECISION, NO_UNITS, ROOT, Source, Units, Wiring, ZeroRuntime, find_units
 
 WHOLE = Split()
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -63,16 +64,61 @@ def make_layout(
     group_of: Mapping[str, int],
     islands: frozenset[str] = frozenset(),
     split: Split = WHOLE,
+    units: Units = NO_UNITS,
     world: int,
 ) -> Layout:
     """Where each piece of `params` lives; `islands` keep their dtype. Pure: no process group."""
     section = config.zero_optimization
     specs = [
-        _spec(fqn, param, config, group_of, keep=fqn in islands)._replace(tie=split.tied.get(fqn, ()))
+        _spec(fqn, param, config, group_of, keep=fqn in islands)._replace(
+            tie=split.tied.get(fqn, ()), unit=units.unit_of.get(fqn, ROOT)
+        )
         for fqn, param in params.items()
     ]
-    limit = layouts.bucket_limit(sum(spec.numel for spec in specs), section.reduce_bucket_size)
+    upper = min(section.reduce_bucket_size, layouts.MAX_BUCKET_NUMEL)
+    # A unit is gathered in one piece if it may be, so its buckets are not cut smaller for the backward's sake.
+    limit = upper if units.order else layouts.bucket_limit(sum(spec.numel for spec in specs), upper)
     return layouts.plan(specs, stage=layouts.STAGES[section.stage], world=world, limit=limit)
+
+
+def make_units(module: torch.nn.Module, *, config: Config, targets: Sequence[str], mesh: Mesh) -> Units:
+    """What is gathered together, at stage 3 on several ranks: the model's repeated blocks, or those that the config
+    names. Nothing can be done inside a call that is compiled, so what lies inside one of `targets` is gathered with it.
+
+    Raises:
+        ConfigError: a name that matches nothing, a block named inside a compiled module, or a pipeline.
+    """
+    section = config.zero_optimization
+    if layouts.STAGES[section.stage].param is Placement.REPLICATED:
+        return NO_UNITS
+    if mesh.stages > 1:
+        raise ConfigError(
+            f"zero_optimization.stage={section.stage} under a pipeline of {mesh.stages} stages is not there yet; "
+            "use 0, 1 or 2"
+        )
+    if mesh.data.size == 1:
+        return NO_UNITS
+    named = section.blocks
+    blocks = pick(module, named, key="zero_optimization.blocks") if named is not None else find_blocks(module)
+    blocks = tuple(block for block in blocks if block)
+    inside = [(block, target) for block in blocks for target in targets if block != target and _within(block, target)]
+    if inside and named is not None:
+        block, target = inside[0]
+        raise ConfigError(
+            f"zero_optimization.blocks names {block!r}, which lies inside the compile target {target!r}: "
+            f"nothing can be gathered inside a compiled call. Name {block!r} (or its class) in compile.scope as well, "
+            "or leave it out of zero_optimization.blocks"
+        )
+    swallowed = {block for block, _ in inside}
+    kept = [block for block in blocks if block not in swallowed]
+    kept += [target for target in targets if target and not any(_within(target, block) for block in kept)]
+    units = find_units(module, kept)
+    return units if ROOT not in targets else units._replace(gates={ROOT: units.gates[ROOT]})
+
+
+def _within(fqn: str, outer: str) -> bool:
+    """Whether module `fqn` is `outer` or inside it."""
+    return outer == ROOT or fqn == outer or fqn.startswith(outer + ".")
 
 
 def _spec(fqn: str, param: torch.nn.Parameter, config: Config, group_of: Mapping[str, int], *, keep: bool) -> ParamSpec:
@@ -99,6 +145,7 @@ def build(
     config: Config,
     group_of: Mapping[str, int],
     islands: frozenset[str],
+    units: Units,
     base: torch.optim.Optimizer | None,
     split: Split,
     mesh: Mesh,
@@ -109,7 +156,9 @@ def build(
     State that the optimizer has already (a run goes on, or its constructor makes some) goes with its parameters.
     """
     given = [] if base is None else _state_so_far(base, params)
-    layout = make_layout(params, config=config, group_of=group_of, islands=islands, split=split, world=mesh.data.size)
+    layout = make_layout(
+        params, config=config, group_of=group_of, islands=islands, split=split, units=units, world=mesh.data.size
+    )
     census = take(layout, mesh, device)
     if (
         base is not None
@@ -118,7 +167,7 @@ def build(
         and needs_whole_tensors(base)
     ):
         raise cannot_shard(base)  # before the model is touched
-    runtime = _make_runtime(layout, params, config=config, mesh=mesh, device=device)
+    runtime = _make_runtime(layout, params, config=config, mesh=mesh, device=device, units=units)
     if base is None:
         return Plan(layout, runtime, None, census)
     optimizer = FlatOptimizer(base, _masters(runtime))
@@ -172,12 +221,19 @@ def _hand_over(optimizer: FlatOptimizer, given: list[_Given], axis: Axis) -> Non
 
 
 def _make_runtime(
-    layout: Layout, params: Mapping[str, torch.nn.Parameter], *, config: Config, mesh: Mesh, device: torch.device
+    layout: Layout,
+    params: Mapping[str, torch.nn.Parameter],
+    *,
+    config: Config,
+    mesh: Mesh,
+    device: torch.device,
+    units: Units,
+    source: Source | None = None,
 ) -> ZeroRuntime:
     wire = config.communication_data_type
     prescale = 1.0 / config.gradient_predivide_factor if config.prescale_gradients else 1.0
     wiring = Wiring(None if wire is None else DTYPES[wire], prescale)
-    return ZeroRuntime(layout, params, mesh=mesh, device=device, wiring=wiring)
+    return ZeroRuntime(layout, params, mesh=mesh, device=device, wiring=wiring, units=units, source=source)
 
 
 def _masters(runtime: ZeroRuntime) -> list[Master]:
@@ -191,6 +247,7 @@ def rebuild(
     config: Config,
     group_of: Mapping[str, int],
     islands: frozenset[str],
+    units: Units,
     split: Split,
     mesh: Mesh,
     device: torch.device,
@@ -200,13 +257,18 @@ def rebuild(
     Collective on all ranks.
     """
     axis, optimizer = mesh.data, old.optimizer
-    layout = make_layout(params, config=config, group_of=group_of, islands=islands, split=split, world=mesh.data.size)
+    layout = make_layout(
+        params, config=config, group_of=group_of, islands=islands, split=split, units=units, world=mesh.data.size
+    )
     census = take(layout, mesh, device)
     pieces = [] if optimizer is None else _everything(optimizer)
     offers = restate.describe(pieces, axis)
     forms = {} if optimizer is None else merged_forms(optimizer, axis)
     old.runtime.remove_hooks()
-    runtime = _make_runtime(layout, params, config=config, mesh=mesh, device=device)
+    old.runtime.gathering.close()
+    runtime = _make_runtime(
+        layout, params, config=config, mesh=mesh, device=device, units=units, source=old.runtime.placed.whole_value
+    )
     if optimizer is None:
         return Plan(layout, runtime, None, census)
     renewed = FlatOptimizer(optimizer.base, _masters(runtime), given=optimizer.given)

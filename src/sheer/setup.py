@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from sheer import comm, feeding, observe
+from sheer import comm, feeding, observe, planning
 from sheer import device as devices
 from sheer.comm import Axis, Mesh
 from sheer.compiler import Compiler
@@ -28,7 +28,7 @@ from sheer.optim.schedules import build_scheduler
 from sheer.pipeline import PipelineModule
 from sheer.pipelining import Pipeline, find_schedule
 from sheer.shards import names_and_ties
-from sheer.zero import runtime_of
+from sheer.zero import Units, placed_of, runtime_of
 
 ConfigSource = Config | Mapping[str, Any] | str | os.PathLike[str]
 OptimizerSource = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
@@ -126,6 +126,7 @@ class _Ready(NamedTuple):
     batch: BatchSizes
     optimizer: torch.optim.Optimizer | None
     groups: dict[str, int]
+    units: Units
     scheduler: Any
     loader: ResumableLoader | None
     compiler: Compiler
@@ -144,6 +145,8 @@ def _prepare(given: _Given, config: Config, split: Split, mesh: Mesh, device: to
             given.training_data, config=config, axis=mesh.data, micro_batch=batch.micro, collate_fn=given.collate_fn
         )
     _say_without_effect(config, teller)
+    compiler = _build_compiler(module, config, teller, device)
+    targets = compiler.targets if config.compile.enabled else ()
     return _Ready(
         module=module,
         split=split,
@@ -152,9 +155,10 @@ def _prepare(given: _Given, config: Config, split: Split, mesh: Mesh, device: to
         batch=batch,
         optimizer=base,
         groups=_group_of(module, split, base, teller),
+        units=planning.make_units(module, config=config, targets=targets, mesh=mesh),
         scheduler=_build_scheduler(given.lr_scheduler, base, config),
         loader=loader,
-        compiler=_build_compiler(module, config, teller, device),
+        compiler=compiler,
         monitors=_build_monitors(config, mesh.world),
         teller=teller,
     )
@@ -174,6 +178,7 @@ def _build(ready: _Ready, mesh: Mesh, device: torch.device, leave: Callable[[], 
             device=device,
             base_optimizer=ready.optimizer,
             group_of=ready.groups,
+            units=ready.units,
             loss_scale=_build_loss_scale(ready.config),
             compiler=ready.compiler,
             monitors=ready.monitors,
@@ -230,7 +235,12 @@ def _check_model(model: torch.nn.Module | None) -> torch.nn.Module:
             raise UsageError(f"{fqn!r} is on the meta device and has no values; materialise the model first (to_empty)")
         if torch.nn.parameter.is_lazy(tensor):
             raise UsageError(f"{fqn!r} is a lazy parameter without a shape; run one forward before sheer.initialize")
-    taken = next((fqn for fqn, param in model.named_parameters() if runtime_of(param) is not None), None)
+    taken = next((fqn for fqn, param in model.named_parameters() if placed_of(param) is not None), None)
+    if taken is not None and runtime_of(model.get_parameter(taken)) is None:
+        raise UsageError(
+            f"parameter {taken!r} is sharded by an engine that is gone: at stage 3 values live in the engine. Keep it, "
+            "and call its destroy() before another is built"
+        )
     if taken is not None:
         raise UsageError(f"parameter {taken!r} is already trained by an engine; call its destroy() first")
     _check_memory(model)

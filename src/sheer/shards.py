@@ -104,9 +104,7 @@ def _param_shards(flat: FlatBucket, runtime: ZeroRuntime) -> Iterator[Shard]:
 
 def _elements(flat: FlatBucket, offset: int, numel: int) -> torch.Tensor:
     """Elements [offset, offset + numel) of the bucket, as exact as they are known here."""
-    if flat.has_master:
-        return flat.master[offset - flat.owned.start :][:numel]
-    return flat.full[offset : offset + numel]
+    return flat.master[offset - flat.owned.start :][:numel]
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------

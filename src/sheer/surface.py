@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sheer import device as devices
 from sheer import feeding
 from sheer.optim.loss_scale import Scaling
+from sheer.zero import GatheredParameters
 
 if TYPE_CHECKING:
     import torch
@@ -304,8 +305,10 @@ class DeepSpeedNames(ABC):
         return destination
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """The module's own `load_state_dict`; masters follow at the next step, save or look."""
-        self.module.load_state_dict(state_dict, strict=strict)
+        """The module's own `load_state_dict`; masters follow at the next step, save or look. Collective at stage 3,
+        where every rank gives the same."""
+        with GatheredParameters(self.module):
+            self.module.load_state_dict(state_dict, strict=strict)
 
     def deepspeed_io(
         self,
@@ -354,5 +357,5 @@ class DeepSpeedNames(ABC):
         self.reduce_now()
 
     def empty_partition_cache(self) -> None:
-        """Nothing is gathered that could be let go of, at stages 0 to 2."""
-        return
+        """Free what is gathered and not in use; it is gathered again when it is. Nothing at stages 0 to 2."""
+        self._runtime.gathering.let_go_of_idle()

@@ -9,7 +9,7 @@ import torch
 from sheer import restate
 from sheer.errors import UsageError, did_you_mean
 from sheer.optim.flat import StateForm
-from sheer.zero import runtime_of
+from sheer.zero import assemble, runtime_of
 
 if TYPE_CHECKING:
     from sheer.engine import Engine
@@ -33,7 +33,7 @@ def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> 
     grad.flat.adopt()
     _write(grad, index, grad.flat.master, value)
     with torch.no_grad():
-        param.copy_(value)
+        grad.flat.write(index, value)
 
 
 def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
@@ -125,20 +125,7 @@ def _used_anywhere(engine: Engine, grad: BucketGrad, index: int) -> bool:
 
 def _full(engine: Engine, grad: BucketGrad, index: int, owned: torch.Tensor) -> torch.Tensor:
     """The whole of parameter `index`, put together from every rank's `owned` part of its bucket."""
-    bucket, slot = grad.flat.plan, grad.flat.plan.slots[index]
-    mine = grad.flat.owned
-    full = torch.zeros(slot.numel, dtype=owned.dtype, device=owned.device)
-    if mine.numel == bucket.numel:
-        return full.copy_(owned[slot.start : slot.stop]).view(slot.shape)
-    for rank in range(engine.axis.size):
-        for piece in bucket.pieces(bucket.shard(rank)):
-            if piece.fqn != slot.fqn or piece.start == piece.stop:
-                continue
-            part = full[piece.start : piece.stop]
-            if rank == engine.axis.rank:
-                part.copy_(owned[piece.offset - mine.start :][: piece.stop - piece.start])
-            engine.axis.broadcast(part, source=rank)
-    return full.view(slot.shape)
+    return assemble(grad.flat.plan, index, owned, owned=grad.flat.owned, axis=engine.axis)
 
 
 def _write(grad: BucketGrad, index: int, owned: torch.Tensor, value: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -107,9 +108,15 @@ def start(module: nn.Module, case: Case, **more: Any) -> Any:
     return sheer.initialize(model=module, config=case.config(**more))[0]
 
 
+def values(module: nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of all that `module` holds. Collective where it is sharded."""
+    with sheer.zero.GatheredParameters(module):
+        return copy.deepcopy(module.state_dict())
+
+
 def assert_same_model(mine: nn.Module, theirs: nn.Module, **tolerance: float) -> None:
-    """Same keys in the same order, same values."""
-    ours, expected = mine.state_dict(), theirs.state_dict()
+    """Same keys in the same order, same values. Collective where `mine` is sharded."""
+    ours, expected = values(mine), theirs.state_dict()
     assert list(ours) == list(expected)
     for key, value in expected.items():
         torch.testing.assert_close(ours[key], value, msg=lambda m, key=key: f"{key}: {m}", **tolerance)

@@ -145,7 +145,8 @@ def looks_after(call: Any, module: Any, tokens: torch.Tensor, back: Back) -> Non
 
 
 def weights_in_the_loss(call: Any, module: Any, tokens: torch.Tensor, back: Back) -> None:
-    back(call(tokens) + 1e-2 * sum(p.square().sum() for p in module.parameters() if p.requires_grad))
+    with sheer.zero.GatheredParameters(module):
+        back(call(tokens) + 1e-2 * sum(p.square().sum() for p in module.parameters() if p.requires_grad))
 
 
 def weights_first(call: Any, module: Any, tokens: torch.Tensor, back: Back) -> None:
@@ -155,7 +156,8 @@ def weights_first(call: Any, module: Any, tokens: torch.Tensor, back: Back) -> N
 
 
 def weights_alone(call: Any, module: Any, tokens: torch.Tensor, back: Back) -> None:
-    back(1e-2 * module.never.square().sum())
+    with sheer.zero.GatheredParameters(module.never):
+        back(1e-2 * module.never.square().sum())
     back(call(tokens))
 
 
@@ -176,7 +178,7 @@ SEVERAL_BACKWARDS = {two_losses, two_forwards_then_two_backwards, retained, weig
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("way", "accumulation"), [("engine", 1), ("engine", 2), ("output", 2), ("module", 1)])
 def test_every_body_equals_plain(stage: int, way: str, accumulation: int) -> None:
     for body in BODIES:
@@ -236,7 +238,7 @@ def seeded(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(("way", "accumulation"), [("engine", 1), ("output", 2)])
 def test_activation_checkpointing(stage: int, reentrant: bool, way: str, accumulation: int) -> None:
@@ -246,7 +248,7 @@ def test_activation_checkpointing(stage: int, reentrant: bool, way: str, accumul
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_reentrant_checkpoints_around_the_engine(stage: int) -> None:
     """The module called directly: the innermost backward is the first that is seen."""
     make = lambda: seeded(lambda: Recomputed(reentrant=True))  # noqa: E731
@@ -254,7 +256,7 @@ def test_reentrant_checkpoints_around_the_engine(stage: int) -> None:
 
 
 @pytest.mark.world_size(1, 2)
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_whole_engine_in_a_checkpoint(stage: int) -> None:
     """Its forward runs without a graph, and again inside the backward."""
     for reentrant in (False, True):
@@ -281,7 +283,7 @@ class Strange(nn.Module):
 
 
 @pytest.mark.world_size(1, 2)
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_sparse_and_strided_gradients(stage: int) -> None:
     def body(call: Any, module: Any, tokens: torch.Tensor, back: Back) -> None:
         back(call(tokens))
@@ -300,7 +302,7 @@ def test_sparse_and_strided_gradients(stage: int) -> None:
 
 @pytest.mark.world_size(2)
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_create_graph_leaves_gradients_with_a_graph(stage: int) -> None:
     def body(call: Any, module: Any, tokens: torch.Tensor, back: Back) -> None:
         back(call(tokens), create_graph=True)
@@ -313,7 +315,7 @@ def test_create_graph_leaves_gradients_with_a_graph(stage: int) -> None:
 
 
 @pytest.mark.world_size(1, 2)
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_freezing_and_unfreezing_between_steps(stage: int) -> None:
     """Momentum waits while a parameter is frozen, as it does in torch's optimizer."""
     case = here(stage=stage, accumulation=2, clip=0.5)
@@ -333,7 +335,7 @@ def test_freezing_and_unfreezing_between_steps(stage: int) -> None:
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_freezing_in_the_middle_of_a_step_keeps_what_has_arrived(stage: int) -> None:
     def freeze(module: nn.Module, number: int) -> None:
         module.get_submodule("blocks.1").requires_grad_(number == 2)
@@ -349,7 +351,7 @@ def test_freezing_in_the_middle_of_a_step_keeps_what_has_arrived(stage: int) -> 
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_unfreezing_in_the_middle_of_a_step_is_said_and_waits_for_the_next(
     stage: int, caplog: pytest.LogCaptureFixture
 ) -> None:

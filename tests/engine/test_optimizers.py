@@ -23,7 +23,7 @@ from tests.engine.oracle import Case, assert_same_model, engine_run, plain_run, 
 
 NEAR = {"rtol": 1e-5, "atol": 1e-6}
 everywhere = pytest.mark.world_size(1, 2)
-stages = pytest.mark.parametrize("stage", [0, 1, 2])
+stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
 def here(stage: int = 0, **fields) -> Case:
@@ -157,7 +157,7 @@ def some_unused(module: nn.Module, tokens: torch.Tensor, rank: int, number: int,
 
 
 @everywhere
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("name", BY_NAME)
 def test_equals_the_plain_loop_and_goes_on_from_a_checkpoint(stage: int, name: str, tmp_path) -> None:
     params, cls = BY_NAME[name]
@@ -317,7 +317,7 @@ def test_whole_tensors_at_stage_0(name: str, tmp_path) -> None:
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole_tensors_are_refused_where_they_are_cut(stage: int, name: str) -> None:
     model = odd()

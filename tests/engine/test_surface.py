@@ -139,7 +139,7 @@ def test_what_the_engine_lacks_is_the_modules() -> None:
 
 
 @pytest.mark.world_size(1, 2)
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_step_without_gradients_is_refused_and_nothing_moves(stage: int) -> None:
     config = {**CONFIG, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": stage}}
     engine = sheer.initialize(model=odd(), config=config)[0]

@@ -8,7 +8,7 @@ A big buffer is allocated and freed by the `Arena`, on the compute stream, and o
 Sums only go over the wire; whoever wants a mean multiplies once afterwards.
 """
 
-from sheer.comm.arena import Arena
+from sheer.comm.arena import Arena, Vault
 from sheer.comm.axis import Axis
 from sheer.comm.counters import Counters, Traffic
 from sheer.comm.lane import Lane
@@ -43,6 +43,7 @@ __all__ = [
     "Ticket",
     "Traffic",
     "Transport",
+    "Vault",
     "build_links",
     "build_mesh",
     "data_axis",

@@ -1,4 +1,4 @@
-"""Big transient buffers."""
+"""Big transient buffers, and buffers whose memory comes and goes."""
 
 from __future__ import annotations
 
@@ -64,3 +64,37 @@ class Arena:
     def trim(self) -> None:
         """Free every idle buffer."""
         self._idle.clear()
+
+
+class Vault:
+    """Buffers with one storage for life, whose memory is taken for use and given back: views of them stay what they
+    are, and so do tensors that autograd has saved. `live` and `peak` count bytes taken.
+
+    Nothing may read a buffer between `free` and the next `fill`: there is no memory behind it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.live = 0
+        self.peak = 0
+
+    def make(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A new buffer, to be freed once its views have been made."""
+        buffer = torch.empty(numel, dtype=dtype, device=self._device)
+        self._count(buffer.nbytes)
+        return buffer
+
+    def fill(self, buffer: torch.Tensor) -> None:
+        """Memory of unspecified contents for `buffer`."""
+        buffer.untyped_storage().resize_(buffer.nbytes)
+        self._count(buffer.nbytes)
+
+    def free(self, buffer: torch.Tensor, *, after: Ticket = DONE) -> None:
+        """Give the memory back; `after` is the ticket that last used it and must have been waited for."""
+        assert after.done, "a buffer was freed while a lane still held it"
+        buffer.untyped_storage().resize_(0)
+        self._count(-buffer.nbytes)
+
+    def _count(self, size: int) -> None:
+        self.live += size
+        self.peak = max(self.peak, self.live)

@@ -25,7 +25,7 @@ from sheer.compiler.page import render
 from sheer.compiler.records import Break, Fallback, Graph, Group, Place, Recompile
 from sheer.compiler.report import AUDIT_EVENT, Report
 from sheer.compiler.slot import Gate, Inputs, Slot
-from sheer.compiler.targets import Scope, choose, find_blocks, modules_by_name
+from sheer.compiler.targets import Scope, choose, find_blocks, modules_by_name, pick
 from sheer.errors import ConfigError, UsageError, did_you_mean
 from sheer.observe import Teller
 
@@ -43,6 +43,7 @@ __all__ = [
     "Report",
     "check_backend",
     "find_blocks",
+    "pick",
     "render",
 ]
 
@@ -124,7 +125,11 @@ class Compiler:
             return
         module = self._module()
         self._check(self._settings)
-        self.report.targets = choose(module, scope=self._scope)
+        targets = choose(module, scope=self._scope)
+        for fqn, slot in self._slots.items():
+            if slot.gate is not None:
+                _refuse_inside(fqn, targets)
+        self.report.targets = targets
         self.report.active = True
         self.report.groups = self._groups({fqn: self._compile(fqn) for fqn in self.targets})
         self._say_targets(module)
@@ -227,12 +232,8 @@ class Compiler:
         Raises:
             UsageError: no such module, or it lies inside a compiled target, whose trace the gate's work would enter.
         """
-        outer = [target for target in self.targets if target != fqn and (not target or fqn.startswith(target + "."))]
-        if gate is not None and outer:
-            raise UsageError(
-                f"module {fqn!r} lies inside the compile target {outer[0]!r}, so nothing can be run around its calls;"
-                f" name {fqn!r} (or its class) in compile.scope instead of {outer[0]!r}"
-            )
+        if gate is not None and self.enabled:
+            _refuse_inside(fqn, self.targets)
         slot = self._slot(fqn)
         slot.gate = gate
         slot.settle()
@@ -296,6 +297,16 @@ class Compiler:
         if module is None:
             raise UsageError("the module to compile no longer exists")
         return module
+
+
+def _refuse_inside(fqn: str, targets: tuple[str, ...]) -> None:
+    """A gate on `fqn` could not do its work inside the trace of a larger target."""
+    outer = next((target for target in targets if target != fqn and (not target or fqn.startswith(target + "."))), None)
+    if outer is not None:
+        raise UsageError(
+            f"module {fqn!r} lies inside the compile target {outer!r}, so nothing can be run around its calls; name "
+            f"{fqn!r} (or its class) in compile.scope instead of {outer!r}"
+        )
 
 
 _ENABLE_ANEW = "Switch compiling off and on again: engine.uncompile(), engine.compile()."

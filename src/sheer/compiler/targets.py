@@ -59,7 +59,7 @@ def choose(module: nn.Module, *, scope: Scope) -> tuple[str, ...]:
             f"compile.scope is {scope!r}; allowed are 'auto', 'module', or a list of class names and FQN globs"
             f" such as [{scope!r}].{did_you_mean(scope, ['auto', 'module'])}"
         )
-    wanted = {fqn for pattern in scope for fqn in _matches(module, pattern)}
+    wanted = set(pick(module, scope, key="compile.scope"))
     if not wanted:
         raise ConfigError("compile.scope is an empty list; name at least one class or FQN glob, or use 'auto'")
     # A module at two places counts as inside others only where both places are: it is called at each.
@@ -68,6 +68,15 @@ def choose(module: nn.Module, *, scope: Scope) -> tuple[str, ...]:
         if fqn in wanted and not _lies_inside(fqn, wanted):
             outer.setdefault(id(found), fqn)
     return tuple(outer.values())
+
+
+def pick(module: nn.Module, patterns: Sequence[str], *, key: str) -> tuple[str, ...]:
+    """The FQNs of all callable modules that `patterns` (class names and FQN globs) match, one inside another too.
+
+    Raises:
+        ConfigError: one matches nothing, or only modules without a `forward`; it names `key`.
+    """
+    return tuple(dict.fromkeys(fqn for pattern in patterns for fqn in _matches(module, pattern, key)))
 
 
 def modules_by_name(module: nn.Module) -> dict[str, nn.Module]:
@@ -88,7 +97,7 @@ def _is_block_like(module: nn.Module) -> bool:
     return has_parameters and not native_layer and cls not in _CONTAINERS
 
 
-def _matches(module: nn.Module, pattern: str) -> list[str]:
+def _matches(module: nn.Module, pattern: str, key: str) -> list[str]:
     """FQNs of the callable modules whose class is called `pattern`, or whose FQN it matches as a glob."""
     hits = [
         (fqn, found)
@@ -100,12 +109,12 @@ def _matches(module: nn.Module, pattern: str) -> list[str]:
         return callable_hits
     if hits:
         raise ConfigError(
-            f"compile.scope: {pattern!r} only matches {hits[0][0]!r}, a {type(hits[0][1]).__name__}, which has no"
-            f" forward to compile; name its children, for example {hits[0][0] + '.*'!r}"
+            f"{key}: {pattern!r} only matches {hits[0][0]!r}, a {type(hits[0][1]).__name__}, which has no"
+            f" forward; name its children, for example {hits[0][0] + '.*'!r}"
         )
     known = {type(found).__name__ for found in module.modules()} | {fqn for fqn in modules_by_name(module) if fqn}
     raise ConfigError(
-        f"compile.scope: {pattern!r} matches no class name and no module name of {type(module).__name__}."
+        f"{key}: {pattern!r} matches no class name and no module name of {type(module).__name__}."
         f"{did_you_mean(pattern, sorted(known))}"
     )
 

@@ -61,7 +61,12 @@ _ANY_WHOLE = Whole(exponent=True)
 _DEVICE = Choice(("none", "cpu", "nvme"))
 
 _BUCKETS = "Sheer's buckets have one layout, and always overlap their reduction with the backward."
-_STAGE3 = "It is read at stage 3 only, which arrives with a later release."
+_STAGE3 = "It tunes how DeepSpeed gathers parameters; Sheer gathers one block, and the next one ahead of it."
+_SMALL = "A block is gathered in one message, so its small parameters cost none of their own."
+_LIVE = "Two blocks are whole at a time, and what is in no block."
+_MUON = "It tunes Muon at DeepSpeed's stage 3."
+_LEAF = "Whole blocks are gathered; `zero_optimization.blocks` names them."
+_SAVING = "A checkpoint holds shards, from which whole tensors are read; engine.full_state_dict gathers them."
 _OFFLOAD = "offload to CPU or NVMe (it arrives with a later release)"
 _NVME = "It tunes offload, which arrives with a later release."
 _SPLIT = "The module decides it where it is built: pass it to PipelineModule."
@@ -128,16 +133,16 @@ _ZERO = {
     "parameter_alignment": _tunes(Anything(), "Every parameter is aligned in its bucket."),
     "ignore_unused_parameters": _tunes(_FLAG, "Parameters without a gradient always work."),
     "legacy_stage1": _absent(_FLAG, "old implementation of stage 1", off=(False,)),
-    "sub_group_size": _tunes(_COUNT, "It tunes DeepSpeed's stage 3 and offload."),
+    "sub_group_size": _tunes(_COUNT, "Each bucket is updated by one call, whatever its size."),
     "enable_sanity_checks": _tunes(_FLAG, "Sheer's checks are always on."),
     "memory_efficient_linear": _tunes(_FLAG, _STAGE3),
     "override_module_apply": _tunes(_FLAG, _STAGE3),
     "pipeline_loading_checkpoint": _tunes(_FLAG, _STAGE3),
     "log_trace_cache_warnings": _tunes(_FLAG, _STAGE3),
-    "leaf_module.classes": _tunes(Names(), _STAGE3),
-    "leaf_module.names": _tunes(Names(), _STAGE3),
-    "leaf_module.name_suffixes": _tunes(Names(), _STAGE3),
-    "save_muon_momentum_buffer_in_memory": _tunes(_FLAG, _STAGE3),
+    "leaf_module.classes": _tunes(Names(), _LEAF),
+    "leaf_module.names": _tunes(Names(), _LEAF),
+    "leaf_module.name_suffixes": _tunes(Names(), _LEAF),
+    "save_muon_momentum_buffer_in_memory": _tunes(_FLAG, _MUON),
     "zero_hpz_partition_size": _absent(_COUNT, f"{_ZEROPP} secondary partition", off=(1,)),
     "zero_quantized_weights": _absent(_FLAG, f"{_ZEROPP} quantized weights", off=(False,)),
     "zero_quantized_nontrainable_weights": _absent(_FLAG, f"{_ZEROPP} quantized weights", off=(False,)),
@@ -146,7 +151,7 @@ _ZERO = {
     "cpu_offload": _absent(_FLAG, _OFFLOAD, off=(False,)),
     "cpu_offload_param": _absent(_FLAG, _OFFLOAD, off=(False,)),
     "cpu_offload_use_pin_memory": _tunes(_FLAG, _NVME),
-    "stage3_gather_fp16_weights_on_model_save": _tunes(_FLAG, _STAGE3),
+    "stage3_gather_fp16_weights_on_model_save": _tunes(_FLAG, _SAVING),
     "offload_param.device": _absent(_DEVICE, _OFFLOAD, off=("none",)),
     "offload_param.nvme_path": _tunes(Text(), _NVME),
     "offload_param.buffer_count": _tunes(_COUNT, _NVME),
@@ -166,6 +171,14 @@ _ZERO = {
     "mics_shard_size": _removed(_ANY_WHOLE, "MiCS", off=(-1,)),
     "mics_hierarchical_params_gather": _removed(_FLAG, "MiCS", off=(False,)),
     "zeropp_loco_param": _removed(Object(), "LoCo-ZeRO++", off=({},)),
+}
+
+_STAGE3_WHY = {
+    "param_persistence_threshold": _SMALL,
+    "model_persistence_threshold": _SMALL,
+    "max_live_parameters": _LIVE,
+    "max_reuse_distance": _LIVE,
+    "gather_16bit_weights_on_model_save": _SAVING,
 }
 
 # DeepSpeed accepts each of these with and without the prefix "stage3_".
@@ -283,8 +296,14 @@ FOREIGN: dict[str, Foreign] = (
     _TOP_LEVEL
     | _PRECISION
     | {f"zero_optimization.{name}": entry for name, entry in _ZERO.items()}
-    | {f"zero_optimization.{name}": _tunes(kind, _STAGE3) for name, kind in _STAGE3_KINDS.items()}
-    | {f"zero_optimization.stage3_{name}": _tunes(kind, _STAGE3) for name, kind in _STAGE3_KINDS.items()}
+    | {
+        f"zero_optimization.{name}": _tunes(kind, _STAGE3_WHY.get(name, _STAGE3))
+        for name, kind in _STAGE3_KINDS.items()
+    }
+    | {
+        f"zero_optimization.stage3_{name}": _tunes(kind, _STAGE3_WHY.get(name, _STAGE3))
+        for name, kind in _STAGE3_KINDS.items()
+    }
     | {f"aio.{name}": _tunes(kind, _NVME) for name, kind in _AIO_KINDS.items()}
     | _BLOCKS
     | {f"compile.{name}": _tunes(_FLAG, "It tunes DeepCompile, which is off.") for name in _DEEPCOMPILE_SWITCHES}

@@ -196,11 +196,10 @@ class Text(Kind):
 @final
 @dataclass(frozen=True)
 class Choice(Kind):
-    """One of a few values. `aliases` are other spellings of them; `later` are values that a later release brings."""
+    """One of a few values. `aliases` are other spellings of them."""
 
     options: tuple[str | int, ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
-    later: Mapping[int, str] = field(default_factory=dict)
 
     @property
     @override
@@ -216,12 +215,6 @@ class Choice(Kind):
     @override
     def normal(self, value: Any) -> Any:
         return self.aliases.get(value, value)
-
-    @override
-    def why_not(self, value: Any) -> str:
-        if type(value) is int and value in self.later:
-            return f"must be {self.allowed}, not {value}: {self.later[value]}"
-        return super().why_not(value)
 
     @override
     def schema(self) -> JsonSchema:

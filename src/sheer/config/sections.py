@@ -103,15 +103,16 @@ class ZeroOptimization(Section):
 
     stage: Annotated[
         int,
-        Choice(
-            (0, 1, 2),
-            later={3: "stage 3 (parameters sharded too) arrives with a later release. Use 2 until then."},
-        ),
+        Choice((0, 1, 2, 3)),
     ] = 0
-    """0: nothing. 1: optimizer state and fp32 masters. 2: gradients too."""
+    """0: nothing. 1: optimizer state and fp32 masters. 2: gradients too. 3: parameters too."""
     reduce_bucket_size: Annotated[int, Whole(minimum=1, exponent=True)] = 500_000_000
     """Upper bound of the elements reduced in one call. Smaller buckets start sooner and overlap more of the
     backward."""
+    blocks: Annotated[tuple[str, ...] | None, Maybe(Names())] = None
+    """At stage 3, what is gathered at once: modules of these class names, or whose names match these globs, one
+    inside another too. null: the model's repeated blocks. What is in none of them stays from its first use to the
+    update."""
 
 
 class Compile(Section):

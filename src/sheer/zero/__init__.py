@@ -1,6 +1,25 @@
-"""The bucket runtime: parameters as views of flat buffers, gradients reduced while backward runs."""
+"""The bucket runtime: parameters in flat buffers, gradients reduced and parameters gathered while the model runs.
 
-from sheer.zero.flat import LOW_PRECISION, FlatBucket
-from sheer.zero.runtime import Wiring, ZeroRuntime, runtime_of
+For users: `GatheredParameters`.
+"""
 
-__all__ = ["LOW_PRECISION", "FlatBucket", "Wiring", "ZeroRuntime", "runtime_of"]
+from sheer.zero.access import GatheredParameters
+from sheer.zero.flat import LOW_PRECISION, FlatBucket, Source, assemble
+from sheer.zero.runtime import Wiring, ZeroRuntime, placed_of, runtime_of
+from sheer.zero.units import NO_UNITS, ROOT, Units, find_units
+
+__all__ = [
+    "LOW_PRECISION",
+    "NO_UNITS",
+    "ROOT",
+    "FlatBucket",
+    "GatheredParameters",
+    "Source",
+    "Units",
+    "Wiring",
+    "ZeroRuntime",
+    "assemble",
+    "find_units",
+    "placed_of",
+    "runtime_of",
+]

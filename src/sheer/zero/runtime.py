@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree
 
 from sheer.comm import Arena, Counters, Lane, Mesh, Ticket
-from sheer.layout import Bucket, Layout, Placement
-from sheer.zero.flat import FlatBucket
+from sheer.layout import Bucket, Collective, Layout, Placement, change
+from sheer.zero.flat import FlatBucket, Source
+from sheer.zero.gates import ModelGate, UnitGate
 from sheer.zero.grads import BucketGrad, GradState, ResidentGrad, ShardedGrad, Wire
+from sheer.zero.placing import Placed, place
 from sheer.zero.ties import TiedGrads
+from sheer.zero.units import NO_UNITS, ROOT, Units
 
 MAX_IN_FLIGHT = 2
 """Buckets under reduction at one time, each with the buffers it leases: one travels while the next fills."""
@@ -40,7 +43,7 @@ class Wiring(NamedTuple):
 
 class ZeroRuntime:
     """The buckets of one stage's parameters on the data axis. Collective to build: ranks start from rank 0's
-    parameters."""
+    parameters, or from what `source` gives where parameters are sharded."""
 
     def __init__(
         self,
@@ -50,6 +53,8 @@ class ZeroRuntime:
         mesh: Mesh,
         device: torch.device,
         wiring: Wiring,
+        units: Units = NO_UNITS,
+        source: Source | None = None,
     ) -> None:
         self.layout = layout
         self.mesh = mesh
@@ -69,20 +74,15 @@ class ZeroRuntime:
         """Whether a backward has begun and not finished."""
         self.by_user = False
         """Whether a backward that the engine did not run has brought gradients; the engine takes this back."""
-        self.flats = tuple(
-            FlatBucket(
-                bucket,
-                [params[slot.fqn] for slot in bucket.slots],
-                owned=layout.owned(bucket, axis.rank),
-                axis=axis,
-                device=device,
-            )
-            for bucket in layout.buckets
-        )
+        self.placed = place(layout, params, units=units, source=source, lane=self.lane, axis=axis, device=device)
+        self.flats = self.placed.flats
+        self.gathering = self.placed.gathering
         self.grads = tuple(self._make_grad(flat, wiring) for flat in self.flats if flat.plan.trainable)
         self._ties = TiedGrads(self.grads, mesh, self.lane.counters)
         self._all_used = torch.ones(sum(len(grad.flat.params) for grad in self.grads), device=device)
+        self.gathering.before = _weakly(self._launch_over)
         self._next = 0
+        self._sent = bytearray(len(self.grads))  # launched in this backward
         self._in_flight: deque[BucketGrad] = deque()
         self._reduced_before = False
         self._gathering: list[Ticket] = []
@@ -91,6 +91,16 @@ class ZeroRuntime:
             for position, grad in enumerate(self.grads)
             for index, param in enumerate(grad.flat.params)
         ]
+        if layout.shards_params:  # who needs a frozen parameter's value must find us too
+            frozen = [param for flat in self.flats if not flat.plan.trainable for param in flat.params]
+            self._hooks += [_mark(p, self.placed) for p in frozen if p.is_floating_point() or p.is_complex()]
+        self.gates = {
+            fqn: (UnitGate if fqn != ROOT else ModelGate)(
+                self.gathering, tuple(self.gathering[name] for name in needed)
+            )
+            for fqn, needed in (units.gates.items() if layout.shards_params else ())
+        }
+        """What must run around which module's calls."""
 
     def _make_grad(self, flat: FlatBucket, wiring: Wiring) -> BucketGrad:
         key = flat.plan.key
@@ -106,7 +116,9 @@ class ZeroRuntime:
     def backward(self) -> Iterator[None]:
         """Around a backward that the engine runs itself: announces it and finishes it."""
         self._begin()
+        self.gathering.begin_backward()
         yield
+        self.gathering.end_backward()
         self.finish()
 
     def watch(self, outputs: object) -> None:
@@ -132,7 +144,7 @@ class ZeroRuntime:
     def _begin(self) -> None:
         self._reduced_before = self.reduced
         self.running, self.reduced = True, False
-        self._next = 0
+        self._start_launching()
         for grad in self.grads:
             grad.begin_backward()
 
@@ -150,7 +162,7 @@ class ZeroRuntime:
             grad.late = True
         elif grad.countdown.pending == 0:
             self._collect(grad)
-            if self.reducing and _speaks_last(grad.flat.params[index]):
+            if self.reducing and not self.gathering.paces and _speaks_last(grad.flat.params[index]):
                 self._launch_ready()
 
     def _collect(self, grad: BucketGrad) -> None:
@@ -158,22 +170,37 @@ class ZeroRuntime:
         grad.open()
         grad.collect()
 
+    def _start_launching(self) -> None:
+        self._next = 0
+        self._sent = bytearray(len(self.grads))
+
     def _launch_ready(self) -> None:
         """Launch, in plan order, the buckets whose gradients are all there."""
         while self._next < len(self.grads) and self.grads[self._next].countdown.pending == 0:
-            self._launch(self.grads[self._next])
+            self._launch(self._next)
             self._next += 1
+
+    def _launch_over(self, is_over: Callable[[str], bool]) -> None:
+        """Launch the buckets of units that the backward is through with on every rank, whether this rank has been in
+        them or not: reductions and gathers go over one lane, in one order."""
+        if self.running and self.reducing:
+            for index, grad in enumerate(self.grads):
+                if not self._sent[index] and is_over(grad.flat.plan.key.unit):
+                    self._launch(index)
 
     def _make_room(self) -> None:
         while len(self._in_flight) >= MAX_IN_FLIGHT:
             self._in_flight.popleft().land()
 
-    def _launch(self, grad: BucketGrad) -> None:
+    def _launch(self, index: int) -> None:
         self._make_room()
+        grad = self.grads[index]
         grad.launch()
+        self._sent[index] = 1
         self._in_flight.append(grad)
 
     def _finish_announced(self) -> None:
+        self.gathering.end_backward()  # first on all ranks: some may be waiting for it
         if any(grad.late or grad.countdown.started for grad in self.grads):
             self.by_user = True
             self.finish()
@@ -191,12 +218,11 @@ class ZeroRuntime:
                     self._collect(grad)
             return
         for index, grad in enumerate(self.grads):
-            if index >= self._next or grad.late:
-                self._launch(grad)
+            if not self._sent[index] or grad.late:
+                self._launch(index)
         self._note_reduced()
 
     def _note_reduced(self) -> None:
-        self._next = len(self.grads)
         self.reduced = True
         if self.layout.stage.optim is Placement.REPLICATED:
             self._average()
@@ -217,7 +243,7 @@ class ZeroRuntime:
         backward reduced are reduced now. No backward may follow before `clear` where stages share parameters."""
         self.reducing = True
         if not self.reduced:
-            self._next = 0
+            self._start_launching()
             self.finish()
         for grad in self.grads:
             grad.heed_user()
@@ -226,6 +252,7 @@ class ZeroRuntime:
 
     def abort(self) -> None:
         """A backward has failed. Finish what other ranks expect of this one, then forget the whole step's gradients."""
+        self.gathering.abort_backward()
         self.finish()
         self.clear()
 
@@ -280,8 +307,9 @@ class ZeroRuntime:
 
     @property
     def gathers(self) -> bool:
-        """Whether updated parameters must travel between ranks."""
-        return self.layout.stage.optim is Placement.SHARDED and self.axis.size > 1
+        """Whether updated parameters must travel between ranks at once."""
+        stage = self.layout.stage
+        return change(stage.optim, stage.param) is Collective.ALL_GATHER and self.axis.size > 1
 
     def publish(self, position: int) -> None:
         """The master of the trained bucket at `position` into parameters, and on its way to every rank."""
@@ -292,6 +320,7 @@ class ZeroRuntime:
         for flat in reversed(self.flats):
             self._publish(flat)
         self.wait_gathered()
+        self.gathering.refresh()
 
     def _publish(self, flat: FlatBucket) -> None:
         flat.publish()
@@ -317,22 +346,26 @@ class ZeroRuntime:
         for ticket in self._gathering:  # a step has failed half-way
             ticket.drop()
         self._gathering = []
+        self.gathering.close()
         for flat in self.flats:
-            flat.release()
+            flat.release(self.axis)
         self.arena.trim()
-        self.flats, self.grads = (), ()
+        self.flats, self.grads, self.gates = (), (), {}
+        self.placed = self.placed._replace(flats=())
 
 
 class GradHook:
     """What the engine puts on a trainable parameter: called when autograd has accumulated its gradient.
 
-    Weak, so that a parameter never keeps an engine alive. It is also how a parameter leads back to its engine.
+    Weak, so that a parameter never keeps an engine alive. It is also how a parameter leads back to its engine, and,
+    where it is sharded, to its values, which it does keep alive.
     """
 
-    __slots__ = ("_countdown", "_index", "_position", "_runtime")
+    __slots__ = ("_countdown", "_index", "_position", "_runtime", "placed")
 
     def __init__(self, runtime: ZeroRuntime, position: int, index: int) -> None:
         self._runtime = weakref.ref(runtime)
+        self.placed = runtime.placed if runtime.layout.shards_params else None
         self._countdown = runtime.grads[position].countdown
         self._position, self._index = position, index
 
@@ -350,6 +383,27 @@ class GradHook:
         return self._runtime()
 
 
+class Mark:
+    """What the engine puts on a frozen parameter that is sharded, so that it leads to its values."""
+
+    __slots__ = ("placed",)
+
+    def __init__(self, placed: Placed) -> None:
+        self.placed = placed
+
+    def __call__(self, _param: torch.Tensor) -> None:
+        """It gets no gradient that counts."""
+
+
+def _mark(param: torch.nn.Parameter, placed: Placed) -> Any:
+    """torch takes the hook only while the parameter requires a gradient (so integers cannot have one)."""
+    frozen = not param.requires_grad
+    param.requires_grad_(True)
+    handle = param.register_post_accumulate_grad_hook(Mark(placed))  # type: ignore[no-untyped-call]
+    param.requires_grad_(not frozen)
+    return handle
+
+
 def runtime_of(param: torch.Tensor) -> ZeroRuntime | None:
     """The runtime that trains `param`; None where none does."""
     hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
@@ -357,11 +411,33 @@ def runtime_of(param: torch.Tensor) -> ZeroRuntime | None:
     return next((runtime for runtime in found if runtime is not None), None)
 
 
+def placed_of(param: torch.Tensor) -> Placed | None:
+    """Where an engine has placed `param`; None where none has, or it is frozen and not sharded."""
+    hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+    for hook in hooks.values():
+        if isinstance(hook, (GradHook, Mark)) and hook.placed is not None:
+            return hook.placed
+    runtime = runtime_of(param)
+    return None if runtime is None else runtime.placed
+
+
 def _speaks_last(param: torch.Tensor) -> bool:
     """Whether no hook of the user's comes after ours on `param`: one that does must find `.grad` there, so its bucket
     leaves with the next one."""
     hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
     return isinstance(next(reversed(hooks.values()), None), GradHook)
+
+
+def _weakly(method: Callable[[Callable[[str], bool]], None]) -> Callable[[Callable[[str], bool]], None]:
+    """`method`, without keeping its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(over: Callable[[str], bool]) -> None:
+        live = reference()
+        if live is not None:
+            live(over)
+
+    return call
 
 
 def _at_end_of_backward(runtime: ZeroRuntime) -> None:

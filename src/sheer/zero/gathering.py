@@ -1,0 +1,388 @@
+"""Parameters sharded at rest: gathered before use, one unit ahead of it, and let go of after it.
+
+Gathers are collectives, so all ranks submit them in one order: that of a plan, a sequence of units for forward and one
+for backward, each with every unit in it. A rank that comes to a unit first submits what the plan has before it, and at
+the end of a pass what is left: it gathers what it skips, because other ranks may not skip it. The plan of the first
+step is the order of definition; what was seen on it, agreed over ranks, is the plan from then on. What a plan lacks (a
+block called more often than on the first step, or outside a call of the whole module) is gathered when it is called:
+then every rank must make that call. Reductions keep to the plan too: a unit's gradients leave when the backward's plan
+is through with it, so that gathers and reductions have one order on one lane.
+
+Forward: a unit is whole from a call's beginning to its end; the last one of a forward stays, for backward begins with
+it. Backward: a unit is whole from the gradient of a call's output until something that ran before that call is reached.
+What belongs to no block (the unit "") stays from its first use to the update.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+
+from sheer.comm import Axis, Lane, Ticket, Vault
+from sheer.errors import CommError
+from sheer.zero.flat import ShardedFlat
+from sheer.zero.order import Walk, complete, merge
+from sheer.zero.units import ROOT
+
+
+class Presence(Enum):
+    """Whether a unit's parameters are here."""
+
+    AWAY = "sharded"
+    ARRIVING = "being gathered"
+    WHOLE = "gathered"
+
+
+@dataclass(eq=False)
+class Unit:
+    """What is gathered at once."""
+
+    name: str
+    flats: tuple[ShardedFlat, ...]
+    presence: Presence = Presence.AWAY
+    depth: int = 0
+    """Calls of it that are running."""
+    pins: int = 0
+    """How many hold it besides the passes (`GatheredParameters`)."""
+    tickets: list[Ticket] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a module in a forward, as its backward needs it."""
+
+    units: tuple[Unit, ...]
+    start: int
+    """When it began and ended, by the count of such moments."""
+    stop: int = 0
+
+
+class _Opening(NamedTuple):
+    """What a unit is whole for in a backward."""
+
+    start: int
+    """Of the call whose backward runs."""
+    task: int
+    """Autograd's number of that backward: those of reentrant checkpoints have greater ones than what runs them."""
+
+
+class Gathering:
+    """The units of one model. Does nothing where nothing is sharded (`flats` is empty)."""
+
+    def __init__(
+        self, flats: Sequence[ShardedFlat], order: Sequence[str], *, axis: Axis, lane: Lane, vault: Vault
+    ) -> None:
+        self.vault = vault
+        self.prefetching = True
+        self.before: Callable[[Callable[[str], bool]], None] = _nothing
+        """Called at every position of the backward's plan, before its gather, with a function that says which units the
+        plan is through with: then is the time to reduce their gradients."""
+        self._axis = axis
+        self._lane = lane
+        self._units = {name: Unit(name, tuple(f for f in flats if f.plan.key.unit == name)) for name in order}
+        self._order = tuple(name for name in order if name != ROOT)
+        self._forward = Walk(self._order)
+        self._backward = Walk(self._order[::-1])
+        self._records: tuple[list[tuple[str, ...]], list[tuple[str, ...]]] | None = ([], [])
+        """What the first step has come to, forward and backward; None once the plans are agreed."""
+        self._clock = 0
+        self._depth = 0  # calls of the whole module that are running
+        self._open: dict[Unit, _Opening] = {}
+        self._running = False  # a backward
+        self._holding = False  # nothing is let go of before the update: a backward has made a graph of itself
+        self._broken = False  # a gather has failed: there is nobody to keep in step with
+
+    def __getitem__(self, name: str) -> Unit:
+        return self._units[name]
+
+    @property
+    def paces(self) -> bool:
+        """Whether there is a plan that reductions keep to."""
+        return bool(self._order)
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """All of them."""
+        return tuple(self._units.values())
+
+    # --- one unit ---------------------------------------------------------------------------------------------------
+
+    def _submit(self, unit: Unit) -> None:
+        if unit.presence is Presence.AWAY:
+            unit.presence = Presence.ARRIVING
+            with self._noting_failure():
+                for flat in unit.flats:
+                    unit.tickets.append(flat.gather(self._lane))
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except CommError:
+            self._broken = True
+            raise
+
+    def _arrive(self, unit: Unit) -> None:
+        if unit.presence is Presence.WHOLE:
+            return
+        self._submit(unit)
+        with self._noting_failure():
+            for ticket in unit.tickets:
+                ticket.wait()
+        for flat in unit.flats:
+            flat.show()
+        unit.presence = Presence.WHOLE
+
+    def _release(self, unit: Unit) -> None:
+        """Let go of a unit, unless something keeps it."""
+        if not (unit.name == ROOT or unit.depth or unit.pins or self._holding):
+            self._let_go(unit)
+
+    def _let_go(self, unit: Unit) -> None:
+        if unit.presence is Presence.AWAY:
+            return
+        for ticket in unit.tickets:
+            ticket.drop()
+        for flat, ticket in zip(unit.flats, unit.tickets, strict=False):  # the last may never have been submitted
+            flat.hide(ticket)
+        unit.tickets, unit.presence = [], Presence.AWAY
+
+    def _prefetch(self, walk: Walk, position: int) -> None:
+        if position < len(walk.order) and self.prefetching:
+            self._submit(self._units[walk.order[position]])
+
+    # --- forward ----------------------------------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """A call of the whole module begins."""
+        self._depth += 1
+        if self._depth == 1 and not _inside_backward():
+            if self._running:
+                self.abort_backward()
+            self._forward.restart()
+
+    def end_forward(self) -> None:
+        """It has ended: gather what other ranks may have used and this one has not."""
+        self._depth -= 1
+        if self._depth or _inside_backward():
+            return
+        keep_last = torch.is_grad_enabled()
+        self._pass(self._forward, self._forward.rest(), keep_last=keep_last)
+        if keep_last and self._records is not None:
+            self._records[0].append(tuple(self._forward.record))
+
+    def abort_forward(self) -> None:
+        """It has raised. Other ranks may go on, so they find this one where they expect it."""
+        if self._broken or not isinstance(sys.exc_info()[1], Exception):
+            self._depth -= 1
+            return
+        with suppress(CommError):  # what has failed is on its way to the user
+            self.end_forward()
+
+    def enter(self, units: tuple[Unit, ...]) -> Call:
+        """A call that needs `units` begins."""
+        self._clock += 1
+        call = Call(units, self._clock)
+        fresh = [unit for unit in units if not unit.depth]
+        for unit in units:
+            unit.depth += 1
+        try:
+            for unit in fresh:
+                self._bring(unit)
+        except BaseException:
+            self.leave(call)
+            raise
+        return call
+
+    def _bring(self, unit: Unit) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != -1:
+            self._reenter(unit, task)
+        elif unit.name == ROOT or not self._depth:
+            self._arrive(unit)
+        else:
+            self._come_to(unit, self._forward)
+
+    def _come_to(self, unit: Unit, walk: Walk) -> None:
+        skipped = walk.reach(unit.name)
+        planned = skipped is not None
+        self._pass(walk, skipped or range(0))
+        if planned:
+            self._tell_position(walk, walk.at - 1)
+        self._arrive(unit)
+        if planned:
+            self._prefetch(walk, walk.at)
+
+    def _tell_position(self, walk: Walk, position: int) -> None:
+        if walk is self._backward:
+            self.before(lambda name: walk.is_over(name, position))
+
+    def _pass(self, walk: Walk, positions: range, *, keep_last: bool = False) -> None:
+        """Gather what this rank skips; what the plan has twice in a row stays for the second time."""
+        for position in positions:
+            unit = self._units[walk.order[position]]
+            self._tell_position(walk, position)
+            self._arrive(unit)
+            self._prefetch(walk, position + 1)
+            following = walk.order[position + 1] if position + 1 < len(walk.order) else None
+            if following != unit.name and unit not in self._open and not (keep_last and following is None):
+                self._release(unit)
+
+    def leave(self, call: Call) -> None:
+        """It has ended, or raised."""
+        self._clock += 1
+        call.stop = self._clock
+        inside = _inside_backward()
+        for unit in call.units:
+            unit.depth -= 1
+            if not (unit.depth or inside or self._stays(unit)):
+                self._release(unit)
+
+    def _stays(self, unit: Unit) -> bool:
+        if not self._depth:
+            return False
+        walk = self._forward
+        if walk.next is None:
+            return torch.is_grad_enabled() and walk.order[-1:] == (unit.name,)
+        return walk.next == unit.name
+
+    # --- backward ---------------------------------------------------------------------------------------------------
+
+    def on_backward(self, call: Call) -> None:
+        """The gradient of an output of `call` is there: its backward begins."""
+        task = torch._C._current_graph_task_id()
+        if not self._running:
+            self.begin_backward()
+            _at_end_of_backward(self)
+        if torch.is_grad_enabled():  # create_graph: a second backward will go through these units' memory
+            self._holding = True
+        fresh = [unit for unit in call.units if unit not in self._open]
+        for unit in call.units:
+            self._open[unit] = _Opening(call.start, task)
+        self._close(after=call.stop, task=task)
+        for unit in fresh:
+            self._open_up(unit)
+
+    def _reenter(self, unit: Unit, task: int) -> None:
+        """A checkpoint runs its forward again. Its backward has yet to come, so the unit stays until then."""
+        if not self._running:
+            self.begin_backward()
+            _at_end_of_backward(self)
+        if unit not in self._open:
+            self._close(after=self._clock, task=task)
+            self._open[unit] = _Opening(-1, task)
+            self._open_up(unit)
+
+    def _open_up(self, unit: Unit) -> None:
+        if unit.name == ROOT:
+            self._arrive(unit)
+        else:
+            self._come_to(unit, self._backward)
+
+    def _close(self, *, after: int, task: int) -> None:
+        """Autograd runs what was made last first, so units of calls that began after this moment are done with, and
+        so are those of inner backwards."""
+        for unit, opening in list(self._open.items()):
+            if opening.start > after or opening.task > task:
+                del self._open[unit]
+                self._release(unit)
+
+    def begin_backward(self) -> None:
+        """A backward begins; whatever it reaches, this rank will have gathered every unit when it ends."""
+        self._running = True
+        self._backward.restart()
+
+    def end_backward(self) -> None:
+        """It has ended. Idempotent."""
+        if not self._running:
+            return
+        opened, self._open = self._open, {}
+        for unit in opened:
+            self._release(unit)
+        self._pass(self._backward, self._backward.rest())
+        self._running = False
+        if self._records is not None:
+            self._records[1].append(tuple(self._backward.record))
+
+    def abort_backward(self) -> None:
+        """It has failed; other ranks may go on."""
+        if self._broken:
+            self._running, self._open = False, {}
+            return
+        with suppress(CommError):
+            self.end_backward()
+
+    # --- between steps ----------------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Shards have new values: nothing that was gathered counts any more. Collective once, after the first step."""
+        self._holding = False
+        for unit in self._units.values():
+            self._let_go(unit)
+        if self._records is not None and self._records[1]:
+            self._agree()
+
+    def let_go_of_idle(self) -> None:
+        """Free what is gathered and in no use; it is gathered again when it is. All ranks make this call."""
+        for unit in self._units.values():
+            if not (unit.depth or unit.pins or unit in self._open or self._holding):
+                self._let_go(unit)
+
+    def _agree(self) -> None:
+        assert self._records is not None
+        forward, backward = (list(dict.fromkeys(records)) for records in self._records)
+        told = self._axis.gather_objects((forward, backward))
+        self._records = None
+        seen = complete(merge(r for forward, _ in told for r in forward), self._order)
+        self._forward = Walk(seen)
+        trained = [u for u in self._order if any(flat.plan.trainable for flat in self._units[u].flats)]
+        self._backward = Walk(complete(merge(r for _, backward in told for r in backward), trained[::-1]))
+
+    @contextmanager
+    def pinned(self, names: Iterable[str]) -> Iterator[None]:
+        """Units that are whole inside. Collective."""
+        units = [self._units[name] for name in dict.fromkeys(names) if name in self._units]
+        kept = [unit for unit in units if unit.presence is not Presence.AWAY]
+        for unit in units:
+            unit.pins += 1
+            self._arrive(unit)
+        try:
+            yield
+        finally:
+            for unit in units:
+                unit.pins -= 1
+                if unit not in kept and not unit.pins and not unit.depth:
+                    self._let_go(unit)
+
+    def close(self) -> None:
+        """Let go of everything, whatever state it is in, and forget it."""
+        for unit in self._units.values():
+            self._let_go(unit)
+        self._units, self._open = {}, {}
+
+
+def _nothing(_over: Callable[[str], bool]) -> None:
+    """Nobody waits for anything else."""
+
+
+def _inside_backward() -> bool:
+    """Whether autograd runs in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _at_end_of_backward(gathering: Gathering) -> None:
+    reference = weakref.ref(gathering)
+
+    def finish() -> None:
+        live = reference()
+        if live is not None:
+            live.end_backward()
+
+    torch.autograd.Variable._execution_engine.queue_callback(finish)

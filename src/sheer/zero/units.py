@@ -1,0 +1,69 @@
+"""Which parameters are gathered together, and where calls must be watched for it. Pure: no tensors are looked at.
+
+A *unit* is a block, or the rest of the model (named ""). A parameter belongs to the innermost block that encloses every
+place where it is registered; one that several blocks share belongs to what encloses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+ROOT = ""
+
+
+class Units(NamedTuple):
+    """The units of a model."""
+
+    unit_of: Mapping[str, str]
+    """Parameter -> unit. A tied parameter is here under each of its names."""
+    order: tuple[str, ...]
+    """Every unit that has parameters, as their modules are defined; an outer block before those inside it."""
+    gates: Mapping[str, tuple[str, ...]]
+    """Module -> the units that a call of it needs."""
+
+
+NO_UNITS = Units({}, (), {})
+
+
+def find_units(module: nn.Module, blocks: Sequence[str]) -> Units:
+    """Make every module named in `blocks` a unit, one inside another too."""
+    modules = dict(module.named_modules(remove_duplicate=False))
+    first_name = {id(found): fqn for fqn, found in module.named_modules()}
+    names = {id(modules[fqn]): first_name[id(modules[fqn])] for fqn in blocks} | {id(module): ROOT}
+
+    def enclosing(path: str) -> list[str]:
+        """The units around a module, itself included, outermost first."""
+        parts = path.split(".") if path else []
+        around = ["", *(".".join(parts[: depth + 1]) for depth in range(len(parts)))]
+        return [names[id(modules[fqn])] for fqn in around if id(modules[fqn]) in names]
+
+    places: dict[int, list[str]] = {}
+    for path, owner in modules.items():
+        for param in owner._parameters.values():
+            if param is not None:
+                places.setdefault(id(param), []).append(path)
+    homes = {param: _innermost_common([enclosing(path) for path in paths]) for param, paths in places.items()}
+
+    unit_of: dict[str, str] = {}
+    needs: dict[str, list[str]] = {ROOT: []}
+    for path, owner in modules.items():
+        for name, param in owner._parameters.items():
+            if param is None:
+                continue
+            unit = unit_of[f"{path}.{name}" if path else name] = homes[id(param)]
+            gate = enclosing(path)[-1] or first_name[id(owner)]
+            if unit not in needs.setdefault(gate, []):
+                needs[gate].append(unit)
+    used = set(unit_of.values())
+    if ROOT in used and ROOT not in needs[ROOT]:
+        needs[ROOT].append(ROOT)
+    order = tuple(fqn for fqn in first_name.values() if fqn in used)
+    return Units(unit_of, order, {gate: tuple(sorted(units, key=order.index)) for gate, units in needs.items()})
+
+
+def _innermost_common(chains: list[list[str]]) -> str:
+    """The last of the first chain that all others have too; all begin with the model itself."""
+    return next(unit for unit in reversed(chains[0]) if all(unit in chain for chain in chains))
