@@ -143,6 +143,8 @@ class BatchVerbs(ABC):
             raise UsageError("eval_batch runs a PipelineModule; call engine(...) under torch.no_grad() with any other")
         if reduce_output not in ("avg", None):
             raise UsageError(f"eval_batch: reduce_output is {reduce_output!r}; it is 'avg' or None")
+        if num_micro_batches is not None and (type(num_micro_batches) is not int or num_micro_batches < 1):
+            raise UsageError(f"eval_batch: num_micro_batches is {num_micro_batches!r}; it is a number of at least 1")
         wants_logits = return_logits or not compute_loss
         with _evaluating(self.module):
             found = self._pipeline.evaluate(

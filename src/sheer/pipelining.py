@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,11 +14,12 @@ from torch.utils import _pytree
 from sheer import errors, feeding
 from sheer import schedule as schedules
 from sheer.comm import Axis, Mesh, build_links
-from sheer.errors import DataError, UsageError
+from sheer.errors import DataError, UsageError, did_you_mean
 from sheer.observe import Teller
 from sheer.pipeline import PipelineModule
 from sheer.pipeline.mail import routes
 from sheer.pipeline.runner import Runner
+from sheer.pipeline.structure import Blueprint, pack
 from sheer.schedule import Kind, Schedule
 from sheer.zero import ZeroRuntime
 
@@ -77,6 +77,7 @@ class Pipeline:
         self._runners: dict[tuple[int, bool, bool], Runner] = {}
         self._links = build_links(mesh.pipe, routes(schedule), everyone=mesh.world)
         self._left: list[Any] = []  # micro-batches that were taken and not trained on
+        self._failure: Exception | None = None  # what this rank's data raised, until all ranks know
         self._desk: Desk | None = None  # set while a step runs
         self._to_reduce = 0  # backwards of this step that other data ranks still expect to reduce with
 
@@ -100,7 +101,7 @@ class Pipeline:
         if changed:
             word = {**word, "replan": True}
         told = self._share(word)
-        _raise_first(told)
+        self._raise_failed(told)
         short = [one["left"] for one in told if "left" in one]
         if short:
             self._left = self._left[: min(short)]
@@ -133,8 +134,20 @@ class Pipeline:
         except StopIteration:
             return {"left": len(self._left)}
         except Exception as error:
-            return {"error": type(error).__name__, "message": f"rank {self._mesh.world.rank}: {error}"}
+            self._failure = error
+            kind = type(error).__name__
+            return {"error": kind, "message": f"rank {self._mesh.world.rank}: {kind}: {error}"}
         return {}
+
+    def _raise_failed(self, told: Sequence[dict[str, Any]]) -> None:
+        """Raise on every rank what the data of any raised. What was taken belongs to no step then: ranks have taken
+        unequally much, so inputs and labels would no longer fit each other."""
+        failed = [one for one in told if "error" in one]
+        if not failed:
+            return
+        own, self._failure, self._left = self._failure, None, []
+        known: type[Exception] = getattr(errors, failed[0]["error"], DataError)
+        raise known("the data of a step: " + "; ".join(one["message"] for one in failed)) from own
 
     def _pair(self, batch: Any) -> Any:
         return self.module.split_batch(batch if self.batch_fn is None else self.batch_fn(batch))
@@ -168,7 +181,7 @@ class Pipeline:
         waiting, self._left = self._left, []
         try:
             told = self._share(self._take(batches, micro_batches))
-            _raise_first(told)
+            self._raise_failed(told)
             count = min([one["left"] for one in told if "left" in one], default=micro_batches)
             taken = self._left[:count]
         finally:
@@ -284,13 +297,6 @@ class _Moved(Sequence[Any]):
         return self._to_device(self._batches[index])
 
 
-def _raise_first(told: list[dict[str, Any]]) -> None:
-    for one in told:
-        if "error" in one:
-            known: type[Exception] = getattr(errors, one["error"], DataError)
-            raise known(f"the data of a step: {one['message']}")
-
-
 def find_schedule(asked: str | None, module: PipelineModule, micro_batches: int) -> Schedule:
     """The schedule called `asked`, or in the file `asked`, or written in it, for this module.
 
@@ -317,42 +323,48 @@ def find_schedule(asked: str | None, module: PipelineModule, micro_batches: int)
 
 
 def _text(asked: str) -> str:
-    if "\n" in asked or not Path(asked).suffix:
+    """`asked` itself where it is a schedule, as every one has a colon; else what the file of that name says."""
+    if ":" in asked:
         return asked
     try:
         return Path(asked).read_text()
     except OSError as error:
-        names = ", ".join(schedules.GENERATORS)
+        names = schedules.GENERATORS
         raise UsageError(
-            f"pipeline.schedule={asked!r} is neither a name ({names}) nor a file that can be read: {error}"
+            f"pipeline.schedule={asked!r} is neither a name ({', '.join(names)}) nor a file that can be read: {error}."
+            f"{did_you_mean(asked.lower(), names)}"
         ) from error
 
 
-@dataclass(frozen=True)
-class _Blank:
-    """A tensor that another stage has. (No tuple, which would count as part of the structure.)"""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-
 def outputs_everywhere(outputs: Sequence[Any], pipe: Axis, *, source: int, device: torch.device) -> Any:
-    """The outputs of all micro-batches, which stage `source` has, on every stage. Collective on `pipe`."""
-    mine = [_pytree.tree_map_only(torch.Tensor, _wide, one) for one in outputs]
-    blanks = _pytree.tree_map_only(torch.Tensor, lambda t: _Blank(t.shape, t.dtype), mine)
-    told = pipe.gather_objects(blanks)[source]
-    own = iter([leaf for leaf in _pytree.tree_leaves(mine) if isinstance(leaf, torch.Tensor)])
+    """The outputs of all micro-batches, which stage `source` has, on every stage. Collective on `pipe`.
 
-    def fill(blank: _Blank) -> torch.Tensor:
-        tensor = next(own) if pipe.rank == source else torch.empty(blank.shape, dtype=blank.dtype, device=device)
-        pipe.broadcast(tensor, source=source)
-        return tensor
+    Raises on every stage where they hold what cannot travel between stages.
+    """
+    mine = pipe.together(
+        lambda: [pack(one, what=f"the output of micro-batch {number}") for number, one in enumerate(outputs)],
+        doing="eval_batch: handing out what the last layer returned",
+    )
+    told = pipe.gather_objects([packed.blueprint.to_bytes() for packed in mine])[source]
+    blueprints = [Blueprint.from_bytes(description) for description in told]
+    found = []
+    for number, blueprint in enumerate(blueprints):
+        if pipe.rank == source:
+            tensors = [_wide(tensor) for tensor in mine[number].tensors]
+        else:
+            tensors = [torch.empty(one.shape, dtype=_wide_dtype(one.dtype), device=device) for one in blueprint.tensors]
+        for tensor in tensors:
+            pipe.broadcast(tensor, source=source)
+        found.append(blueprint.build(tensors))
+    return _joined(found)
 
-    return _joined(_pytree.tree_map_only(_Blank, fill, told))
+
+def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.is_floating_point else dtype
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.float() if tensor.is_floating_point() else tensor).contiguous()
+    return tensor.to(_wide_dtype(tensor.dtype)).contiguous()
 
 
 def _joined(outputs: list[Any]) -> Any:

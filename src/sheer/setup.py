@@ -99,6 +99,7 @@ def initialize(
         given = _Given(module, optimizer, model_parameters, training_data, lr_scheduler, collate_fn)
         ready = world.together(lambda: _prepare(given, read, split, mesh, device), doing="sheer.initialize")
         _check_same_model(ready.module, mesh.data)
+        _check_same_groups(ready.optimizer, mesh.world)
         return _build(ready, mesh, device, leave.close)
     except BaseException:
         leave.close()
@@ -284,8 +285,20 @@ def _build_optimizer(source: _Given, config: Config, split: Split) -> torch.opti
         return given
     chosen = source.model.parameters() if source.model_parameters is None else source.model_parameters
     parameters: list[Any] = list(chosen)
-    if split.stages > 1 and not parameters:
-        parameters = [{"params": []}]  # a stage may be empty; torch wants a group all the same
+    if split.stages == 1 or any(not isinstance(one, torch.Tensor) or one.requires_grad for one in parameters):
+        return _optimizer_over(parameters, given, config)
+    # A stage may have nothing to train; torch's optimizers want a parameter all the same.
+    stand_in = torch.nn.Parameter(torch.empty(0, 0))
+    built = _optimizer_over([*parameters, stand_in], given, config)
+    if built is not None:
+        built.state.pop(stand_in, None)
+        for group in built.param_groups:
+            group["params"] = [param for param in group["params"] if param is not stand_in]
+    return built
+
+
+def _optimizer_over(parameters: list[Any], given: Any, config: Config) -> torch.optim.Optimizer | None:
+    """The one that the function `given` returns, or the config's."""
     if given is not None:
         if not callable(given):
             raise UsageError(
@@ -400,6 +413,30 @@ def _check_same_model(module: torch.nn.Module, axis: Axis) -> None:
             )
             break
     axis.agree(error, doing="sheer.initialize: comparing the model of all ranks")
+
+
+def _check_same_groups(base: torch.optim.Optimizer | None, world: Axis) -> None:
+    """A group is one thing on all stages: checkpoints keep its settings once, and a shared parameter obeys one."""
+    plain = (bool, int, float, str, tuple)
+    groups: list[dict[str, Any]] = [
+        {key: value for key, value in group.items() if isinstance(value, plain)}
+        for group in ([] if base is None else base.param_groups)
+    ]
+    told: list[list[dict[str, Any]]] = world.gather_objects(groups)
+    for rank, theirs in enumerate(told):
+        if len(theirs) != len(told[0]):
+            raise UsageError(
+                f"the optimizer has {len(theirs)} groups on rank {rank} and {len(told[0])} on rank 0; give all ranks "
+                "the same groups in the same order, with no parameters where a stage has none for one"
+            )
+        for number, (group, first) in enumerate(zip(theirs, told[0], strict=True)):
+            key = next((key for key in sorted(first.keys() | group.keys()) if group.get(key) != first.get(key)), None)
+            if key is not None:
+                raise UsageError(
+                    f"optimizer group {number} has {key}={group.get(key)!r} on rank {rank} and {first.get(key)!r} on "
+                    "rank 0; give all ranks the same groups, and put parameters with other settings into one of their "
+                    "own"
+                )
 
 
 def _start_alike(ready: _Ready, mesh: Mesh) -> None:

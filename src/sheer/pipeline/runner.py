@@ -24,7 +24,7 @@ from sheer.comm import Links, rank
 from sheer.errors import CommError, UsageError
 from sheer.pipeline.backward import Later, Root, Tell, backward, backward_inputs
 from sheer.pipeline.mail import Item, Mail, PeerFailed
-from sheer.pipeline.structure import pack
+from sheer.pipeline.structure import Packed, pack
 from sheer.schedule import Action, Carried, Kind, Schedule
 
 Run = Callable[..., Any]
@@ -190,7 +190,7 @@ class Runner:
         if virtual == self._end:
             flight = self._finish(output, step, micro_batch)
         else:
-            packed = pack(output, what=f"the output of virtual stage {virtual}")
+            packed = _fixed(pack(output, what=f"the output of virtual stage {virtual}"))
             flight = _Flight((), tuple(get_gradient_edge(t) for t in packed.tensors if t.requires_grad))
             self._mail.post(Item(Carried.ACTIVATION, virtual + 1, micro_batch), packed)
         if self._trains:
@@ -293,6 +293,13 @@ _VERBS: dict[Kind, Callable[[Runner, Action, _Step, bool], None]] = {
     Kind.WEIGHT: Runner._backward_weights,
 }
 """REDUCE and STEP are the engine's."""
+
+
+def _fixed(packed: Packed) -> Packed:
+    """With copies of what needs no gradient: that may be a layer's buffer or cache, which its next forward overwrites
+    while this message is still on its way."""
+    own = tuple(t if t.requires_grad else t.clone(memory_format=torch.contiguous_format) for t in packed.tensors)
+    return packed._replace(tensors=own)
 
 
 def _in_order(by_micro_batch: dict[int, Any]) -> tuple[Any, ...]:
