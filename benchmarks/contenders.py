@@ -245,7 +245,7 @@ def ours(stage: int) -> Callable[[Job], Trainer]:
 
 RAW = "raw loop, no communication"
 _DEEPSPEED = {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "2"}
-OUR_STAGES = (0, 1, 2)
+OUR_STAGES = (0, 1, 2, 3)
 
 CONTENDERS: dict[str, Contender] = {
     RAW: Contender(raw, "torch.optim.AdamW(fused=True), clip_grad_norm_", communicates=False),

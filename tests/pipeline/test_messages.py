@@ -234,6 +234,24 @@ def test_two_processes_in_both_directions(own_groups, late):
     assert bits(torch.ones(1)) == b"\x00\x00\x80?"
 
 
+@pytest.mark.world_size(4)
+def test_ranks_that_are_in_unequally_many_groups_make_them_all():
+    """Stages 1 and 2 of four are in two pairs, 0 and 3 in one."""
+    axis = comm.data_axis()
+    routes = [Route(stage, stage + 1, "activation") for stage in range(3)]
+    links = build_links(axis, routes, own_groups=True)
+    carried = torch.tensor([1.0])
+    if axis.rank > 0:
+        receiver = Receiver(links[routes[axis.rank - 1]], CPU, name="in")
+        links[routes[axis.rank - 1]].expect()
+        parcel = receiver.receive(Address(axis.rank, 0))
+        carried = parcel.blueprint.build(parcel.tensors) + 1
+    if axis.rank < 3:
+        Sender(links[routes[axis.rank]]).send(pack(carried, what="x"), Address(axis.rank + 1, 0))
+        links[routes[axis.rank]].settle()
+    assert carried.item() == axis.rank + 1
+
+
 @pytest.mark.world_size(3)
 def test_failures_are_told_to_everyone():
     axis = comm.data_axis()

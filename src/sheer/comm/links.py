@@ -169,47 +169,46 @@ def build_links(
     """
     everyone = everyone or pipe
     counters = MessageCounters()
-    together = _by_cpu(everyone)
-    if pipe.group is None or pipe.size == 1:
+    together = _by_cpu(everyone, [_ranks(everyone)] if everyone.group is not None else [])
+    home = pipe.group
+    if home is None or pipe.size == 1:
         return Links({}, counters, everyone, together)
-    control = together if everyone is pipe else _by_cpu(pipe)
-    apart = _native(pipe.group) if own_groups is None else own_groups
-    made = {
-        route: _link(pipe, route, number, control=control, apart=apart, counters=counters)
-        for number, route in enumerate(routes)
-        if pipe.rank in (route.source, route.target)
-    }
+    # Every rank takes part in making every group, in one order: torch can make one without the others only where all
+    # its members have made as many before.
+    pipes = sorted(set(everyone.gather_objects(_ranks(pipe))))
+    control = together if everyone is pipe else _by_cpu(pipe, pipes)
+    apart = _native(home) if own_groups is None else own_groups
+    assert control is not None
+    made = {}
+    for number, route in enumerate(routes):
+        ends = sorted((route.source, route.target))
+        group = _group_of([tuple(ranks[end] for end in ends) for ranks in pipes], like=home) if apart else None
+        if pipe.rank in ends:
+            peer = route.target if pipe.rank == route.source else route.source
+            tensors = _Post(home, peer, 2 * number + 1) if group is None else _Post(group, ends.index(peer), 0)
+            made[route] = Link(route, _Post(control, peer, 2 * number), tensors, counters)
     return Links(made, counters, everyone, together)
 
 
-def _link(pipe: Axis, route: Route, number: int, *, control: _Group, apart: bool, counters: MessageCounters) -> Link:
-    assert pipe.group is not None
-    assert control is not None
-    peer = route.target if pipe.rank == route.source else route.source
-    if apart:
-        ends = sorted((route.source, route.target))
-        ranks = dist.get_process_group_ranks(pipe.group)
-        group = _new_group([ranks[end] for end in ends], like=pipe.group)
-        tensors = _Post(group, ends.index(peer), 0)
-    else:
-        tensors = _Post(pipe.group, peer, 2 * number + 1)
-    return Link(route, _Post(control, peer, 2 * number), tensors, counters)
+def _ranks(axis: Axis) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(axis.group))
 
 
 def _native(group: dist.ProcessGroup) -> bool:
     return dist.get_backend(group) != "gloo"
 
 
-def _by_cpu(axis: Axis) -> _Group:
-    """A group of the axis' ranks that carries CPU tensors: its own where it can."""
+def _by_cpu(axis: Axis, peers: Sequence[tuple[int, ...]]) -> _Group:
+    """A group of the axis' ranks that carries CPU tensors: its own where it can. `peers`: all such axes, by ranks."""
     if axis.group is None or not _native(axis.group):
         return axis.group
-    return _new_group(dist.get_process_group_ranks(axis.group), like=axis.group, backend="gloo")
+    return _group_of(peers, like=axis.group, backend="gloo")
 
 
-def _new_group(ranks: Sequence[int], *, like: dist.ProcessGroup, backend: str | None = None) -> dist.ProcessGroup:
-    """A group that only its members make, with the timeout of `like`."""
+def _group_of(
+    peers: Sequence[tuple[int, ...]], *, like: dist.ProcessGroup, backend: str | None = None
+) -> dist.ProcessGroup | None:
+    """A group for each of `peers`, with the timeout of `like`; the one that this rank is in."""
     timeout = like._get_backend(like._device_types[0]).options._timeout
-    group = dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+    made = [dist.new_group(list(ranks), timeout=timeout, backend=backend) for ranks in peers]
+    return next((one for one, ranks in zip(made, peers, strict=True) if dist.get_rank() in ranks), None)
