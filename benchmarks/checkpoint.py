@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -70,14 +71,32 @@ def stepped(engine: Any) -> Any:
     return engine
 
 
+@cache
+def memory_in_use(megabytes: int) -> memoryview:
+    """This rank's share of the bytes."""
+    nbytes = max(megabytes // 12, 1) * WIDTH * WIDTH * 4 * 3 // dist.get_world_size()
+    return memoryview(bytearray(os.urandom(1 << 20) * (nbytes >> 20)))
+
+
+@cache
+def shards_in_use(megabytes: int) -> list[Shard]:
+    """The same as shards: of each tensor this rank's part."""
+    part = WIDTH * WIDTH // dist.get_world_size()
+    start = part * dist.get_rank()
+    return [
+        Shard(kind, name, tuple(p.shape), start, p.detach().reshape(-1)[start : start + part].clone())
+        for name, p in model_of(megabytes).named_parameters()
+        for kind in ("param", "optim.exp_avg", "optim.exp_avg_sq")
+    ]
+
+
 class Raw:
     """This rank's share of the bytes, from and to one buffer."""
 
     flushes = True
 
     def __init__(self, megabytes: int) -> None:
-        nbytes = sum(p.nbytes for p in model_of(megabytes).parameters()) * 3 // dist.get_world_size()
-        self.memory = memoryview(bytearray(os.urandom(1 << 20) * (nbytes >> 20)))
+        self.memory = memory_in_use(megabytes)
 
     def _file(self, folder: Path) -> Path:
         return folder / f"rank{dist.get_rank()}"
@@ -98,8 +117,9 @@ class RawNew(Raw):
     """The same into memory that nobody has touched, as new optimizer state is: the system makes it page by page."""
 
     def load(self, folder: Path) -> None:
-        self.memory = memoryview(bytearray(len(self.memory)))
+        used, self.memory = self.memory, memoryview(bytearray(len(self.memory)))
         super().load(folder)
+        self.memory = used
 
 
 class Sheer:
@@ -130,13 +150,7 @@ class Shards:
 
     def __init__(self, megabytes: int) -> None:
         self.axis = data_axis()
-        self.shards = [
-            Shard(kind, name, tuple(p.shape), start, p.detach().reshape(-1)[start : start + part].clone())
-            for name, p in model_of(megabytes).named_parameters()
-            for kind in ("param", "optim.exp_avg", "optim.exp_avg_sq")
-            for part in [p.numel() // self.axis.size]
-            for start in [part * self.axis.rank]
-        ]
+        self.shards = shards_in_use(megabytes)
 
     def save(self, folder: Path) -> None:
         sheer.checkpoint.save(folder, "t", shards=self.shards, facts={}, state={}, rng={}, axis=self.axis)
@@ -386,7 +400,7 @@ def elsewhere(what: str, args: argparse.Namespace, *, ranks: int) -> Any:
         ]
         errors = [process.communicate()[1] for process in children]
         if any(process.returncode for process in children):
-            raise SystemExit("\n".join(errors))
+            raise SystemExit("\n".join([*errors, f"exit codes {[process.returncode for process in children]}"]))
         return json.loads(result.read_text())
 
 
