@@ -32,4 +32,4 @@ def test_nothing_is_compiled():
 
 def test_nothing_that_is_only_for_tests_is_required():
     required = {re.match(r"[\w-]+", r)[0] for r in metadata.requires("sheer") if "extra ==" not in r}
-    assert required == {"torch", "numpy", "pydantic", "safetensors", "rich"}
+    assert required == {"torch", "numpy", "pydantic", "safetensors", "rich", "xxhash"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +15,7 @@ from sheer.checkpoint.reader import Reader, Request
 from sheer.errors import CheckpointError, TornLoadError
 from tests.checkpoint.ranks import Solo, cut, errors_on_ranks, on_ranks, same, whole
 
-with_xxhash = pytest.mark.skipif(importlib.util.find_spec("xxhash") is None, reason="the package xxhash is missing")
-KINDS = [checksum.CRC32, pytest.param(checksum.XXH3, marks=with_xxhash)]
+KINDS = [checksum.CRC32, checksum.XXH3]
 VALUE = torch.arange(700_000.0)
 """Several blocks, the last of them not full."""
 
@@ -42,21 +40,7 @@ def test_either_kind_is_named_verified_and_loaded(kind: str, tmp_path: Path, mon
         file.write_bytes(written)
 
 
-def test_without_xxhash_saves_take_the_standard_library_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert checksum.preferred() == checksum.CRC32
-
-
-def test_without_xxhash_its_checkpoint_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> Any:
-        raise ImportError(name)
-
-    monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(CheckpointError, match="pip install xxhash"):
-        load_full(Path(__file__).parent / "golden" / "version2")
-
-
-@pytest.mark.parametrize("version", ["version1", pytest.param("version2", marks=with_xxhash)])
+@pytest.mark.parametrize("version", ["version1", "version2"])
 def test_a_checkpoint_of_an_older_version_loads(version: str) -> None:
     path = Path(__file__).parent / "golden" / version
     index, weight = open_checkpoint(path), torch.arange(120.0).view(10, 12)

@@ -425,6 +425,8 @@ class _Incoming:
             for piece in master.bucket.pieces(master.owned):
                 for key, state in saved.get(piece.fqn, {}).items():
                     self._want(index, master, piece, key, state)
+        for index, key in self._elements:
+            self._zero_between(index, key)
         self.parked = [
             StatePiece(key, fqn, state.shape, 0, torch.zeros(prod(state.shape), dtype=state.dtype))
             for fqn in parked
@@ -435,7 +437,7 @@ class _Incoming:
     def _want(self, index: int, master: Master, piece: Any, key: str, state: SavedState) -> None:
         if self.forms.get(key) == StateForm.ELEMENT:
             if (index, key) not in self._elements:
-                self._elements[index, key] = torch.zeros(
+                self._elements[index, key] = torch.empty(
                     master.owned.numel, dtype=state.dtype, device=master.tensor.device
                 )
             at = piece.offset - master.owned.start
@@ -445,6 +447,16 @@ class _Incoming:
             data = torch.zeros(state.shape, dtype=state.dtype)
             self._others[piece.fqn, key] = data
             self.pieces.append(StatePiece(key, piece.fqn, state.shape, 0, data.view(-1)))
+
+    def _zero_between(self, index: int, key: str) -> None:
+        """Gaps, padding and what has no such state; the rest is about to be filled, so it is not touched twice."""
+        master, elements, at = self._optimizer.masters[index], self._elements[index, key], 0
+        for piece in master.bucket.pieces(master.owned):
+            if key in self._saved.get(piece.fqn, {}):
+                start = piece.offset - master.owned.start
+                elements[at:start].zero_()
+                at = start + piece.stop - piece.start
+        elements[at:].zero_()
 
     def runs(self, index: int) -> Iterator[tuple[Run, dict[str, Any]]]:
         """The runs of one master: neighbours whose state is alike but for their elements."""
