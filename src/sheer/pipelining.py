@@ -303,7 +303,7 @@ def find_schedule(asked: str | None, module: PipelineModule, micro_batches: int)
     Raises UsageError where it does not fit the module.
     """
     if asked is None:
-        asked = "1f1b" if module.chunks == 1 else "interleaved"
+        asked = _default(module)
     if asked in schedules.GENERATORS:
         found = schedules.by_name(asked, module.num_stages, micro_batches, chunks=module.chunks)
     else:
@@ -319,7 +319,18 @@ def find_schedule(asked: str | None, module: PipelineModule, micro_batches: int)
             f"pipeline.schedule {asked[:60]!r} is for {found.micro_batches} micro-batches, this step has "
             f"{micro_batches}; set gradient_accumulation_steps to {found.micro_batches}"
         )
+    if not any(action.kind in (Kind.BACKWARD, Kind.INPUT) for action in found.actions[module.stage]):
+        raise UsageError(
+            f"pipeline.schedule {asked[:60]!r} has no backwards, so it trains nothing; eval_batch needs none"
+        )
     return found
+
+
+def _default(module: PipelineModule) -> str:
+    if module.chunks == 1:
+        return "1f1b"
+    there_and_back = (*range(module.num_stages), *reversed(range(module.num_stages)))
+    return "zb-v" if module.placement == there_and_back and module.num_stages > 1 else "interleaved"
 
 
 def _text(asked: str) -> str:
@@ -329,7 +340,7 @@ def _text(asked: str) -> str:
     try:
         return Path(asked).read_text()
     except OSError as error:
-        names = schedules.GENERATORS
+        names = [name for name in schedules.GENERATORS if name != "forward-only"]
         raise UsageError(
             f"pipeline.schedule={asked!r} is neither a name ({', '.join(names)}) nor a file that can be read: {error}."
             f"{did_you_mean(asked.lower(), names)}"

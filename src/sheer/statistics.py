@@ -10,7 +10,7 @@ import torch
 
 from sheer.comm import Mesh
 from sheer.errors import UsageError
-from sheer.layout import Bucket, Layout
+from sheer.layout import Bucket, Layout, Slot
 from sheer.zero import ZeroRuntime
 
 
@@ -48,17 +48,25 @@ def _widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 
 def _check_ties(tied: Sequence[Sequence[Bucket]]) -> None:
     """All holders of a tied parameter train it alike: same dtype, same optimizer group, or all frozen."""
-    seen: dict[str, tuple[int, object]] = {}
+    seen: dict[str, tuple[int, str]] = {}
     for stage, buckets in enumerate(tied):
         for bucket in buckets:
             for slot in bucket.slots:
-                first, expected = seen.setdefault(slot.fqn, (stage, (bucket.key, slot.shape)))
-                if expected != (bucket.key, slot.shape):
+                mine = _kind_of(bucket, slot)
+                first, expected = seen.setdefault(slot.fqn, (stage, mine))
+                if mine != expected:
                     raise UsageError(
                         f"parameter {slot.fqn!r} is shared by stages {list(bucket.key.tie)}, but it is {expected} on "
-                        f"stage {first} and {(bucket.key, slot.shape)} on stage {stage}: give it one shape and dtype, "
-                        "one optimizer group, and freeze or unfreeze it on all of them together"
+                        f"stage {first} and {mine} on stage {stage}: give it one shape and dtype, one optimizer group, "
+                        "and freeze or unfreeze it on all of them together"
                     )
+
+
+def _kind_of(bucket: Bucket, slot: Slot) -> str:
+    key = bucket.key
+    group = "trained by no optimizer group" if key.group is None else f"in optimizer group {key.group}"
+    unit = f", gathered with {key.unit}" if key.unit else ""
+    return f"{tuple(slot.shape)} {key.dtype} with gradients in {key.grad_dtype}, {group}{unit}"
 
 
 class StepStatistics(NamedTuple):

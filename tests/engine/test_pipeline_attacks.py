@@ -169,3 +169,17 @@ def test_a_schedule_may_be_written_in_one_line_or_a_file(tmp_path) -> None:
         engine = start(case, staged(2, loss_fn=cross_entropy), pipeline={"schedule": asked})
         assert_trains_as_plain(engine, case)
         engine.destroy()
+
+
+@pytest.mark.world_size(2)
+def test_chunks_placed_there_and_back_need_no_name_of_a_schedule() -> None:
+    case = case_of(2, accumulation=3)
+    engine = start(case, staged(2, chunks=2, placement="v"))
+    assert_trains_as_plain(engine, case)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("asked", ["forward-only", "stage 0: F0\nstage 1: F0"])
+def test_a_schedule_without_backwards_is_no_schedule_of_a_step(asked: str) -> None:
+    with pytest.raises(UsageError, match="has no backwards"):
+        start(case_of(2), staged(2), pipeline={"schedule": asked})

@@ -167,7 +167,7 @@ class Pipeline(Section):
     """Into how many stages the module must be split; null means however it is."""
     schedule: Annotated[str | None, Maybe(Text(filled=True))] = None
     """A name ("1f1b", "gpipe", "interleaved", "zero-bubble", "zb-v"), a file with a schedule in it, or its text; null
-    means 1f1b, and interleaved where a stage holds several chunks."""
+    means 1f1b; where a stage holds several chunks interleaved, or zb-v where they are placed there and back."""
     activation_checkpoint_interval: Annotated[int, Whole(minimum=0)] = 0
     """Recompute every this many layers in the backward; 0 leaves it to the module."""
 
