@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -183,3 +187,53 @@ def test_chunks_placed_there_and_back_need_no_name_of_a_schedule() -> None:
 def test_a_schedule_without_backwards_is_no_schedule_of_a_step(asked: str) -> None:
     with pytest.raises(UsageError, match="has no backwards"):
         start(case_of(2), staged(2), pipeline={"schedule": asked})
+
+
+DIES = """
+import datetime, os
+import torch, torch.distributed as dist
+from torch import nn
+import sheer
+from sheer.errors import CommError
+
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=5))
+last = dist.get_rank() == 1
+
+
+def layer(x):
+    if last:
+        os._exit(0)
+    return x
+
+
+module = sheer.PipelineModule([nn.Linear(2, 2), layer], num_stages=2, loss_fn=nn.MSELoss(), boundaries=[0, 1, 2])
+config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+engine = sheer.initialize(model=module, config=config)[0]
+try:
+    engine.train_batch(iter([(torch.zeros(1, 2), torch.zeros(1, 2))]))
+except CommError as error:
+    print(error, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_rank_that_dies_in_a_step_is_named_by_its_neighbour(tmp_path) -> None:
+    (tmp_path / "dies.py").write_text(DIES)
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, tmp_path / "dies.py"],
+            env={**os.environ, **store, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    told, _ = [one.communicate(timeout=60)[0] for one in ranks]
+    assert "gradient from stage 1 to stage 0 (with rank 1) did not complete" in told
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])

@@ -65,8 +65,11 @@ class _Post(NamedTuple):
 class Link:
     """One end of one route: this rank either sends on it or receives. Messages arrive in the order of sending."""
 
-    def __init__(self, route: Route, control: _Post, tensors: _Post, counters: MessageCounters) -> None:
-        self.route = route
+    def __init__(
+        self, route: Route, control: _Post, tensors: _Post, counters: MessageCounters, *, peer_rank: int
+    ) -> None:
+        self.name = f"{route} (with rank {peer_rank})"
+        """For errors."""
         self._control = control
         self._tensors = tensors
         self._counters = counters
@@ -82,7 +85,7 @@ class Link:
         The buffers are leased until `settle`.
         """
         held = (*control, *tensors)
-        what = f"sending the {self.route}"
+        what = f"sending the {self.name}"
         with completing(what):
             works = [self._control.send(part) for part in control]
             works += [self._tensors.send(tensor) for tensor in tensors]
@@ -105,15 +108,15 @@ class Link:
 
     def expect(self) -> None:
         """Make room for the next message's control block, so that it can arrive during other work."""
-        assert self._announced is None, f"the {self.route} is expected already"
+        assert self._announced is None, f"the {self.name} is expected already"
         self._block = torch.empty(CONTROL_BYTES, dtype=torch.uint8)
-        with completing(f"receiving the {self.route}"):
+        with completing(f"receiving the {self.name}"):
             work = self._control.receive(self._block)
-        self._announced = Ticket((work,), (self._block,), f"receiving the {self.route}", None)
+        self._announced = Ticket((work,), (self._block,), f"receiving the {self.name}", None)
 
     def control(self) -> torch.Tensor:
         """The expected message's control block, when it has come: uint8 on the CPU."""
-        assert self._announced is not None, f"the {self.route} was never expected"
+        assert self._announced is not None, f"the {self.name} was never expected"
         self._announced.wait()
         self._announced = None
         return self._block
@@ -121,13 +124,13 @@ class Link:
     def more_control(self, size: int) -> torch.Tensor:
         """The `size` control bytes that follow the block."""
         rest = torch.empty(size, dtype=torch.uint8)
-        with completing(f"receiving the {self.route}"):
+        with completing(f"receiving the {self.name}"):
             self._control.receive(rest).wait()
         return rest
 
     def tensors(self, into: Sequence[torch.Tensor]) -> Ticket:
         """Receive the message's tensors into these flat byte buffers, which are leased until the ticket's wait."""
-        what = f"receiving the {self.route}"
+        what = f"receiving the {self.name}"
         with completing(what):
             works = [self._tensors.receive(buffer) for buffer in into]
         return Ticket(works, tuple(into), what, None)
@@ -186,7 +189,8 @@ def build_links(
         if pipe.rank in ends:
             peer = route.target if pipe.rank == route.source else route.source
             tensors = _Post(home, peer, 2 * number + 1) if group is None else _Post(group, ends.index(peer), 0)
-            made[route] = Link(route, _Post(control, peer, 2 * number), tensors, counters)
+            by_cpu = _Post(control, peer, 2 * number)
+            made[route] = Link(route, by_cpu, tensors, counters, peer_rank=_ranks(pipe)[peer])
     return Links(made, counters, everyone, together)
 
 
