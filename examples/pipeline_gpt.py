@@ -71,8 +71,9 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--from-layers", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path("pipeline-checkpoints"))
+    parser.add_argument("--out", type=Path, help="default: pipeline-checkpoints; layers-checkpoints with --from-layers")
     args = parser.parse_args()
+    out = args.out or Path("layers-checkpoints" if args.from_layers else "pipeline-checkpoints")
 
     torch.manual_seed(0)
     config = GPTConfig()
@@ -80,15 +81,15 @@ def main() -> None:
     data = Windows(standard_library().train, config.context)
     engine, _, loader, _ = sheer.initialize(model=module, config=CONFIG, training_data=data)
     engine.set_batch_fn(lambda batch: (batch["tokens"], batch["targets"]))
-    if (args.out / "latest").exists():
-        engine.load_checkpoint(args.out)
+    if (out / "latest").exists():
+        engine.load_checkpoint(out)
 
     batches = iter(sheer.RepeatingLoader(loader))
     while engine.global_steps < args.steps:
         loss = engine.train_batch(batches)
         if engine.rank == 0 and engine.global_steps % 10 == 0:
             print(f"step {engine.global_steps:4d}  loss {loss.item():.3f}")
-    engine.save_checkpoint(args.out)
+    engine.save_checkpoint(out)
     engine.destroy()
 
 

@@ -104,6 +104,11 @@ def test_a_part_called_module_is_no_prefix(tmp_path: Path) -> None:
     assert main(["ckpt", "import", str(tmp_path / "twice.pt"), str(tmp_path / "root")]) == 2
 
 
+def test_safetensors_are_known_by_their_content(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"w": torch.ones(3)}, tmp_path / "weights.bin")
+    assert imported(tmp_path / "weights.bin", tmp_path / "root").keys() == {"w"}
+
+
 class Hostile:
     def __init__(self, target: Path) -> None:
         self.target = target

@@ -115,7 +115,8 @@ def test_check_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        (["1f1", *SIZES], "there is no schedule '1f1'"),
+        (["1f1", *SIZES], "there is no schedule and no file '1f1'"),
+        (["gone.txt"], "there is no schedule and no file 'gone.txt'; there are gpipe"),
         (["1f1b"], "'1f1b' needs --stages and --micro-batches"),
         (["1f1b", *SIZES, "--chunks", "2"], "'1f1b' has 1 chunks a stage, not 2"),
         (["1f1b", "--stages", "0", "--micro-batches", "1"], "stages of at least 1, not 0"),

@@ -49,4 +49,12 @@ def _read(source: Path) -> Foreign:
         raise CheckpointError(f"there is no {source}.")
     if source.is_dir():
         return hugging_face.read(source)
-    return safetensors_file.read(source) if source.suffix == ".safetensors" else torch_file.read(source)
+    named = source.suffix == ".safetensors"
+    return safetensors_file.read(source) if named or _is_safetensors(source) else torch_file.read(source)
+
+
+def _is_safetensors(source: Path) -> bool:
+    """Whether the file begins as the format does: the length of its header in 8 bytes, then a JSON object."""
+    with source.open("rb") as file:
+        start = file.read(9)
+    return start[8:] == b"{" and int.from_bytes(start[:8], "little") + 8 <= source.stat().st_size

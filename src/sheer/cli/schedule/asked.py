@@ -7,7 +7,7 @@ import math
 import runpy
 from pathlib import Path
 
-from sheer.errors import UsageError
+from sheer.errors import UsageError, did_you_mean
 from sheer.schedule import GENERATORS, Cost, Kind, Schedule, by_name, custom, equal_cost, parse
 
 
@@ -17,7 +17,10 @@ def schedule(args: argparse.Namespace) -> Schedule:
     path, colon, function = name.rpartition(":")
     if colon and path.endswith(".py"):
         return _from_function(Path(path), function, args)
-    if name in GENERATORS or not Path(name).exists():
+    if name not in GENERATORS and not Path(name).exists():
+        near = did_you_mean(name, GENERATORS)
+        raise UsageError(f"there is no schedule and no file '{name}'; there are {', '.join(GENERATORS)}.{near}")
+    if name in GENERATORS:
         return by_name(name, *_sizes(args), chunks=args.chunks)
     for option, value in {
         "--stages": args.stages,
@@ -66,5 +69,5 @@ def _from_function(path: Path, function: str, args: argparse.Namespace) -> Sched
 
 def _sizes(args: argparse.Namespace) -> tuple[int, int]:
     if args.stages is None or args.micro_batches is None:
-        raise UsageError(f"'{args.schedule}' needs --stages and --micro-batches, unless it is a file that exists")
+        raise UsageError(f"'{args.schedule}' needs --stages and --micro-batches")
     return args.stages, args.micro_batches
