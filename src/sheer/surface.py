@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from sheer import device as devices
 from sheer import feeding
+from sheer.errors import UsageError
 from sheer.optim.loss_scale import Scaling
 from sheer.zero import GatheredParameters
 
 if TYPE_CHECKING:
-    import torch
-
     from sheer.comm import Axis, Mesh
     from sheer.comm import Counters as Traffic
     from sheer.config import BatchSizes, Config
@@ -292,7 +293,12 @@ class DeepSpeedNames(ABC):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """The module's own `state_dict`, without frozen parameters if so asked."""
+        """The module's own `state_dict`, without frozen parameters if so asked; refused at stage 3."""
+        if self._plan.layout.shards_params:
+            raise UsageError(
+                "module_state_dict at zero_optimization.stage 3: this rank has its shards only. Use "
+                "engine.full_state_dict() on every rank, or engine.save_checkpoint"
+            )
         state = self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
         if exclude_frozen_parameters:
             frozen = {
@@ -303,6 +309,29 @@ class DeepSpeedNames(ABC):
             return state
         destination.update(state)
         return destination
+
+    def full_state_dict(self, *, rank0_only: bool = True, cpu: bool = True) -> dict[str, torch.Tensor]:
+        """`module.state_dict()` with whole tensors of their own, at any stage. Collective on the data axis.
+
+        One unit (a block) is whole at a time beside what is returned. With `rank0_only` the other data ranks get {}. In
+        a pipeline it is this stage's. Low-precision parameters come as they compute; a checkpoint has their masters.
+        """
+        wanted = not rank0_only or self._runtime.axis.rank == 0
+        units: dict[str, list[torch.nn.Parameter]] = {}
+        for flat in self._runtime.flats:
+            units.setdefault(flat.plan.key.unit, []).extend(flat.params)
+        whole: dict[int, torch.Tensor] = {}
+        for params in units.values():
+            with GatheredParameters(params):
+                whole.update((id(param), _copied(param, cpu=cpu)) for param in params if wanted)
+        if not wanted:
+            return {}
+        state = self.module.state_dict(keep_vars=True)
+        return {
+            fqn: whole[id(value)] if id(value) in whole else _copied(value, cpu=cpu)
+            for fqn, value in state.items()
+            if isinstance(value, torch.Tensor)
+        }
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """The module's own `load_state_dict`; masters follow at the next step, save or look. Collective at stage 3,
@@ -359,3 +388,8 @@ class DeepSpeedNames(ABC):
     def empty_partition_cache(self) -> None:
         """Free what is gathered and not in use; it is gathered again when it is. Nothing at stages 0 to 2."""
         self._runtime.gathering.let_go_of_idle()
+
+
+def _copied(value: torch.Tensor, *, cpu: bool) -> torch.Tensor:
+    device = torch.device("cpu") if cpu else value.device
+    return value.detach().to(device, copy=True)
