@@ -28,6 +28,7 @@ from sheer.shards import (
     wanted_buffers,
     wanted_params,
 )
+from sheer.zero import GatheredParameters
 
 _IMPLEMENTATION = frozenset({"fused", "foreach", "capturable", "differentiable"})
 """How a group is computed, which is this run's business, not the checkpoint's."""
@@ -282,7 +283,8 @@ def _open(parts: SavedParts, root: str | os.PathLike[str], tag: str | None) -> _
 
 def _load_by_hand(parts: SavedParts, index: Index, custom: Callable[..., Any]) -> None:
     """The user's function moves parameters and buffers; it cannot be undone."""
-    custom(src=checkpoint.load_full(index.directory), dst=parts.module)
+    with GatheredParameters(parts.module):
+        custom(src=checkpoint.load_full(index.directory), dst=parts.module)
     parts.plan.runtime.heed_user()
 
 

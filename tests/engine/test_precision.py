@@ -16,13 +16,13 @@ import sheer.testing
 from sheer.errors import UsageError
 from sheer.utils import safe_get_full_fp32_param
 from tests.engine.models import Odd, batches, odd
-from tests.engine.oracle import Case, adamw, assert_same_model, engine_run, plain_run, start
+from tests.engine.oracle import Case, adamw, assert_same_model, engine_run, plain_run, start, values
 
 FOREACH = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "foreach": True}}}
 """Fused kernels round the last few elements of a tensor differently, wherever it ends; these do not."""
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 everywhere = pytest.mark.world_size(1, 2)
-stages = pytest.mark.parametrize("stage", [0, 1, 2])
+stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
 def here(stage: int = 0, *, extra: dict[str, Any], **fields) -> Case:
@@ -62,7 +62,7 @@ class ByHand:
     def reduced(self, case: Case, batch: torch.Tensor, wire: torch.dtype, **scaling: float) -> dict[str, Any]:
         """The sum over ranks and micro-batches, in the order in which stage `case.stage` adds."""
         micro = case.micro_batches(batch)
-        windows = [[m] for m in micro] if case.stage == 2 else [micro]
+        windows = [[m] for m in micro] if case.stage >= 2 else [micro]
         total: dict[str, Any] = {}
         for window in windows:
             ranks = [self.gradient([m[rank] for m in window], **scaling) for rank in range(case.world)]
@@ -90,16 +90,17 @@ class ByHand:
 
 def assert_same_masters(model: nn.Module, hand: ByHand, *, bitwise: bool = True) -> None:
     """Collective."""
+    ours = values(model)
     for fqn, param in model.named_parameters():
         theirs = hand.module.get_parameter(fqn)
         assert param.dtype is theirs.dtype, fqn
         if fqn not in hand.masters:
-            assert torch.equal(param, theirs), fqn
+            assert torch.equal(ours[fqn], theirs), fqn
             continue
         mine = safe_get_full_fp32_param(param)
         if bitwise:
             assert torch.equal(mine, hand.masters[fqn]), fqn
-            assert torch.equal(param, theirs), fqn
+            assert torch.equal(ours[fqn], theirs), fqn
         else:
             torch.testing.assert_close(mine, hand.masters[fqn], rtol=1e-5, atol=1e-6)
 
@@ -237,12 +238,13 @@ def test_an_overflow_names_the_parameter(stage: int, caplog: pytest.LogCaptureFi
     model = odd()
     engine = start(model, case)
     model.blocks[1].up.weight.register_hook(lambda grad: grad * float("inf"))
-    before = {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
+    before = values(model)
     with caplog.at_level(logging.WARNING, "sheer"):
         engine_run(engine, case, batches(1, size=case.global_batch))
     if case.rank == 0:
         assert "step 1 skipped: the gradient of 'blocks.1.up.weight' is not finite at loss scale 16" in caplog.text
-    assert all(torch.equal(p, before[fqn]) for fqn, p in model.named_parameters())
+    now = values(model)
+    assert all(torch.equal(now[fqn], before[fqn]) for fqn, _ in model.named_parameters())
     assert engine.get_global_grad_norm() is not None
 
 
@@ -274,7 +276,7 @@ def test_fp16_gradients_need_the_scale(stage: int) -> None:
     model, reference = odd(), odd()
     engine = start(model, case)
     data = batches(3, size=case.global_batch)
-    before = {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
+    before = values(model)
     for unscaled in (0, 1):  # also where another micro-batch of the step had it
         for number, ranks in enumerate(case.micro_batches(data[0])[: unscaled + 1]):
             loss = engine(ranks[case.rank])
@@ -285,7 +287,8 @@ def test_fp16_gradients_need_the_scale(stage: int) -> None:
             engine.step()
         engine.zero_grad()
         engine.flush()
-    assert all(torch.equal(p, before[fqn]) for fqn, p in model.named_parameters())
+    now = values(model)
+    assert all(torch.equal(now[fqn], before[fqn]) for fqn, _ in model.named_parameters())
     for batch in data:
         for ranks in case.micro_batches(batch):
             engine.scale(engine(ranks[case.rank])).backward()
@@ -302,14 +305,15 @@ def test_bf16_skips_what_is_not_finite_on_request(stage: int, caplog: pytest.Log
         case = here(stage, extra={"bf16": {"enabled": True, "check_grad_overflow": check}})
         model = odd()
         engine = start(model, case)
-        before = model.embed.weight.detach().clone()
+        before = values(model)["embed.weight"]
         poison = float("nan") if case.rank == case.world - 1 else 1.0
         with caplog.at_level(logging.WARNING, "sheer"):
             engine.backward(engine(batches(1, size=case.micro)[0]) * poison)
             result = engine.step()
         assert result.skipped is check
-        assert torch.equal(model.embed.weight, before) is check
-        assert model.embed.weight.isnan().any().item() is not check
+        now = values(model)["embed.weight"]
+        assert torch.equal(now, before) is check
+        assert now.isnan().any().item() is not check
         engine.destroy()
 
 
@@ -516,15 +520,17 @@ def test_what_a_user_changes_is_what_trains(stage: int, precision: str) -> None:
         trained = {fqn: p for fqn, p in model.named_parameters() if p.requires_grad}
         dtypes = {fqn: p.dtype for fqn, p in trained.items()}
         masters = {fqn: safe_get_full_fp32_param(p) for fqn, p in trained.items()}
-        shown = {fqn: p.detach().clone() for fqn, p in trained.items()}
-        change(model)
-        wanted = {fqn: p.detach().clone() for fqn, p in trained.items()}
+        with sheer.zero.GatheredParameters(model):
+            shown = {fqn: p.detach().clone() for fqn, p in trained.items()}
+            change(model)
+            wanted = {fqn: p.detach().clone() for fqn, p in trained.items()}
         engine_run(engine, case, batch)
+        now = values(model)
         for fqn, param in trained.items():
             untouched = wanted[fqn].to(dtypes[fqn]) == shown[fqn]
             expected = torch.where(untouched, masters[fqn], wanted[fqn].float())
             assert torch.equal(safe_get_full_fp32_param(param), expected), (name, fqn)
-            assert torch.equal(param, expected.to(dtypes[fqn])), (name, fqn)
+            assert torch.equal(now[fqn], expected.to(dtypes[fqn])), (name, fqn)
             assert name not in NEVER or bool(untouched.all()), (name, fqn)
         engine.destroy()
 
@@ -584,7 +590,7 @@ def test_changed_while_frozen(stage: int) -> None:
     for param in (weight, other):
         param.requires_grad_(False)
     engine_run(engine, case, batch)
-    with torch.no_grad():
+    with sheer.zero.GatheredParameters([weight]), torch.no_grad():
         weight[0] = 3.0
     for param in (weight, other):
         param.requires_grad_(True)
@@ -597,10 +603,10 @@ def test_destroyed_engines_leave_the_users_values() -> None:
     model = odd()
     engine = start(model, Case(extra={"bf16": {"enabled": True}}))
     engine_run(engine, Case(), batches(1, size=2))
-    values = copy.deepcopy(model.state_dict())
+    before = copy.deepcopy(model.state_dict())
     engine.destroy()
     for key, value in model.state_dict().items():
-        assert torch.equal(value, values[key])
+        assert torch.equal(value, before[key])
     assert isinstance(model, Odd)
     adamw(model)
 

@@ -17,7 +17,7 @@ from sheer.utils import (
     safe_set_full_optimizer_state,
 )
 from tests.engine.models import batches, odd
-from tests.engine.oracle import Case, adamw, engine_run, plain_run, plainly, start
+from tests.engine.oracle import Case, adamw, engine_run, plain_run, plainly, start, values
 
 PRECISIONS = {
     "fp32": {},
@@ -25,7 +25,7 @@ PRECISIONS = {
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
 }
 everywhere = pytest.mark.world_size(1, 2)
-stages = pytest.mark.parametrize("stage", [0, 1, 2])
+stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 precisions = pytest.mark.parametrize("precision", PRECISIONS)
 
 
@@ -61,13 +61,14 @@ def test_reads_values_gradients_and_state(stage: int, precision: str) -> None:
     for tokens in case.micro_batches(data[2])[0]:
         (reference(tokens) / case.world).backward()
     near = {"fp32": 1e-4, "bf16": 0.06, "fp16": 0.01}[precision]  # 8 and 11 bits, and a sum that cancels (gain)
+    shown = values(model)
     for (fqn, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
         if not mine.requires_grad:
             assert safe_get_full_fp32_param(mine) is None
             continue
         value = safe_get_full_fp32_param(mine)
         assert value.dtype is torch.float32
-        assert torch.equal(value.to(mine.dtype), mine.detach()), fqn
+        assert torch.equal(value.to(mine.dtype), shown[fqn]), fqn
         gradient, moment = safe_get_full_grad(mine), safe_get_full_optimizer_state(mine, "exp_avg")
         assert (gradient is None) == (theirs.grad is None), fqn
         assert (moment is None) == (theirs not in optimizer.state or not theirs.numel()), fqn
@@ -99,7 +100,7 @@ def test_looking_changes_nothing(stage: int, precision: str, tmp_path) -> None:
                     assert safe_get_full_grad(param) is None
                     safe_get_full_optimizer_state(param, "exp_avg")
         engine.save_checkpoint(tmp_path / f"{looks}")  # refused if a look left gradients behind
-        states.append({fqn: p.detach().clone() for fqn, p in model.named_parameters()})
+        states.append(values(model))
         engine.destroy()
     for fqn, value in states[0].items():
         assert torch.equal(value, states[1][fqn]), fqn
@@ -119,7 +120,7 @@ def test_writes_values_and_state_exactly(stage: int, precision: str) -> None:
     safe_set_full_fp32_param(weight, value)
     safe_set_full_optimizer_state(weight, moment, "exp_avg")
     assert torch.equal(safe_get_full_fp32_param(weight), value)
-    assert torch.equal(weight.detach(), value.to(weight.dtype))
+    assert torch.equal(values(model)["blocks.1.up.weight"], value.to(weight.dtype))
     assert torch.equal(safe_get_full_optimizer_state(weight, "exp_avg"), moment)
     assert torch.equal(safe_get_full_fp32_param(model.blocks[1].up.bias), neighbour)
     engine_run(engine, case, batches(1, size=case.global_batch, seed=2))

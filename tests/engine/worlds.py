@@ -12,6 +12,7 @@ import torch.distributed as dist  # noqa: TID251  # makes groups of ranks, which
 
 import sheer.testing
 from sheer import checkpoint, comm
+from tests.engine.oracle import values
 
 T = TypeVar("T")
 
@@ -60,7 +61,7 @@ def snapshot(engine: Any) -> dict[str, Any]:
     parts = engine._saved_parts()
     optimizer = engine.flat_optimizer()
     state = {
-        "module": engine.module.state_dict(),
+        "module": values(engine.module),
         "masters": [flat.master for flat in parts.plan.runtime.flats],
         "optimizer": [optimizer.base.state.get(run.tensor, {}) for run in optimizer.runs],
         "groups": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.base.param_groups],
