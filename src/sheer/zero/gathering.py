@@ -358,6 +358,8 @@ class Gathering:
         finally:
             for unit in units:
                 unit.pins -= 1
+                for flat in unit.flats:
+                    flat.adopt()  # in units that stay too, so that all parameters are of one dtype again
                 if unit not in kept and not unit.pins and not unit.depth:
                     self._let_go(unit)
 
