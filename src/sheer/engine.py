@@ -611,21 +611,26 @@ class Engine(BatchVerbs, CompileVerbs, DeepSpeedNames):
     # --- end --------------------------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
-        """Give the module its parameters back as tensors of their own, free all buffers, stop compiling. Idempotent."""
+        """Give the module its parameters back as tensors of their own, free all buffers, stop compiling. Idempotent.
+
+        Collective at stage 3, where values come from all ranks: CommError where one is gone; all else is done then.
+        """
         if not self._alive:
             return
         self._alive = False
         self._compiler.disable()
         for fqn in self._runtime.gates:
             self._compiler.set_gate(fqn, None)
-        self._runtime.destroy()
-        if self._plan.optimizer is not None:
-            self._plan.optimizer.release()
-            self._plan = self._plan._replace(optimizer=None)
-        for monitor in self._monitors:
-            monitor.close()
-        self._losses, self._own_iterator, self._monitors, self._pipeline = [], None, (), None
-        self._leave()
+        try:
+            self._runtime.destroy()
+        finally:
+            if self._plan.optimizer is not None:
+                self._plan.optimizer.release()
+                self._plan = self._plan._replace(optimizer=None)
+            for monitor in self._monitors:
+                monitor.close()
+            self._losses, self._own_iterator, self._monitors, self._pipeline = [], None, (), None
+            self._leave()
 
     def _check_alive(self, *, torn: bool = False) -> None:
         if not self._alive:

@@ -313,25 +313,22 @@ class DeepSpeedNames(ABC):
     def full_state_dict(self, *, rank0_only: bool = True, cpu: bool = True) -> dict[str, torch.Tensor]:
         """`module.state_dict()` with whole tensors of their own, at any stage. Collective on the data axis.
 
-        One unit (a block) is whole at a time beside what is returned. With `rank0_only` the other data ranks get {}. In
-        a pipeline it is this stage's. Low-precision parameters come as they compute; a checkpoint has their masters.
+        One tensor is whole at a time beside what is returned. With `rank0_only` the other data ranks get {}. In a
+        pipeline it is this stage's. Low-precision parameters come as they compute; a checkpoint has their masters.
         """
-        wanted = not rank0_only or self._runtime.axis.rank == 0
-        units: dict[str, list[torch.nn.Parameter]] = {}
-        for flat in self._runtime.flats:
-            units.setdefault(flat.plan.key.unit, []).extend(flat.params)
-        whole: dict[int, torch.Tensor] = {}
-        for params in units.values():
-            with GatheredParameters(params):
-                whole.update((id(param), _copied(param, cpu=cpu)) for param in params if wanted)
-        if not wanted:
-            return {}
-        state = self.module.state_dict(keep_vars=True)
-        return {
-            fqn: whole[id(value)] if id(value) in whole else _copied(value, cpu=cpu)
-            for fqn, value in state.items()
-            if isinstance(value, torch.Tensor)
-        }
+        keeps = not rank0_only or self._runtime.axis.rank == 0
+        state: dict[str, torch.Tensor] = {}
+        done: dict[int, torch.Tensor] = {}
+        for fqn, tensor in self.module.state_dict(keep_vars=True).items():
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            if id(tensor) not in done:
+                home = self._runtime.placed.home(tensor)
+                value = tensor if home is None else home.flat.whole_value(home.position, self._runtime.axis)
+                done[id(tensor)] = _copied(value, cpu=cpu) if keeps else tensor
+            if keeps:
+                state[fqn] = done[id(tensor)]
+        return state
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """The module's own `load_state_dict`; masters follow at the next step, save or look. Collective at stage 3,

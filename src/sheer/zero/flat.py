@@ -99,12 +99,13 @@ class FlatBucket(ABC):
         if self.has_master:
             self.own.copy_(self.master)
 
-    def release(self, axis: Axis) -> None:
-        """Give every parameter memory of its own again. Collective where parameters are sharded."""
+    def release(self, axis: Axis, *, lost: bool = False) -> None:
+        """Give every parameter memory of its own again. Collective where parameters are sharded, unless they are
+        `lost` because a peer is gone: then they get what they read as now."""
         for index, (param, grad_dtype) in enumerate(zip(self.params, self._restored_grad_dtype, strict=True)):
             param.grad = None
             mine = param.is_set_to(self._standing[index])
-            value = self.whole_value(index, axis)
+            value = param.data.clone() if lost else self.whole_value(index, axis)
             if mine:
                 param.data = value
             # Frozen ones too: they may have trained in an earlier plan.

@@ -343,7 +343,8 @@ class Gathering:
         seen = complete(merge(r for forward, _ in told for r in forward), self._order)
         self._forward = Walk(seen)
         trained = [u for u in self._order if any(flat.plan.trainable for flat in self._units[u].flats)]
-        self._backward = Walk(complete(merge(r for _, backward in told for r in backward), trained[::-1]))
+        back = merge(r for _, backward in told for r in backward)
+        self._backward = Walk(complete(back[::-1], trained)[::-1])
 
     @contextmanager
     def pinned(self, names: Iterable[str]) -> Iterator[None]:

@@ -30,7 +30,7 @@ class Placed(NamedTuple):
     """In plan order."""
     gathering: Gathering
 
-    def home(self, param: torch.nn.Parameter) -> Home | None:
+    def home(self, param: torch.Tensor) -> Home | None:
         """Where `param` lives; None if it is not one of these."""
         for flat in self.flats:
             for index, one in enumerate(flat.params):

@@ -16,6 +16,7 @@ import torch
 from torch.utils import _pytree
 
 from sheer.comm import Arena, Counters, Lane, Mesh, Ticket
+from sheer.errors import CommError
 from sheer.layout import Bucket, Collective, Layout, Placement, change
 from sheer.zero.flat import FlatBucket, Source
 from sheer.zero.gates import ModelGate, UnitGate
@@ -340,18 +341,33 @@ class ZeroRuntime:
         self._hooks = []
 
     def destroy(self) -> None:
-        """Take the hooks away, give parameters memory of their own, free the buffers."""
+        """Take the hooks away, give parameters memory of their own, free the buffers. Collective where parameters are
+        sharded.
+
+        Raises:
+            CommError: a peer is gone, and with it values; everything else has been done.
+        """
         self.remove_hooks()
         self.clear()
         for ticket in self._gathering:  # a step has failed half-way
             ticket.drop()
         self._gathering = []
         self.gathering.close()
+        lost: CommError | None = None
         for flat in self.flats:
-            flat.release(self.axis)
+            try:
+                flat.release(self.axis, lost=lost is not None)
+            except CommError as error:
+                lost = error
+                flat.release(self.axis, lost=True)
         self.arena.trim()
         self.flats, self.grads, self.gates = (), (), {}
         self.placed = self.placed._replace(flats=())
+        if lost is not None:
+            raise CommError(
+                "destroy: a peer is gone, and with it its part of the sharded parameters; what could not be "
+                "gathered reads as NaN. Load a checkpoint"
+            ) from lost
 
 
 class GradHook:
