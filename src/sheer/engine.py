@@ -239,6 +239,13 @@ class Engine(BatchVerbs, CompileVerbs, DeepSpeedNames):
                 "the loss depends on no parameter that trains: it was computed under no_grad, detached, or every "
                 "parameter it uses is frozen"
             )
+        if self._runtime.gathering.learning and bool(loss.isnan()):
+            self._teller.warn_once(
+                "nan at stage 3",
+                "the loss of the first step is not a number. At stage 3 a parameter is NaN where it is read outside "
+                "the call of its block (by the parent's forward, by block.forward(...), in the loss): read it "
+                "inside sheer.zero.GatheredParameters, backward included, or name other zero_optimization.blocks",
+            )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

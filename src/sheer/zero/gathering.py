@@ -108,6 +108,11 @@ class Gathering:
         return bool(self._order)
 
     @property
+    def learning(self) -> bool:
+        """Whether the first step with sharded parameters is still going on."""
+        return bool(self._units) and self._records is not None
+
+    @property
     def units(self) -> tuple[Unit, ...]:
         """All of them."""
         return tuple(self._units.values())
