@@ -35,7 +35,7 @@ from sheer.persist import Counters
 from sheer.pipelining import Pipeline
 from sheer.shards import names_and_ties
 from sheer.surface import DeepSpeedNames
-from sheer.zero import Units
+from sheer.zero import Units, inside_backward
 
 
 class Parts(NamedTuple):
@@ -161,13 +161,13 @@ class Engine(BatchVerbs, CompileVerbs, DeepSpeedNames):
     def _before_forward(self) -> None:
         self._check_alive()
         self._refuse_by_hand("engine(...)")
-        if not torch.is_grad_enabled() or _inside_backward():
+        if not torch.is_grad_enabled() or inside_backward():
             return  # evaluation may run on some ranks only, so it communicates nothing
         self._abandon_unfinished()
         self._heed_unfrozen()
 
     def _abandon_unfinished(self) -> None:
-        if self._runtime.running and not _inside_backward():
+        if self._runtime.running and not inside_backward():
             self._abandon("the last backward did not finish")
 
     def _heed_unfrozen(self) -> None:
@@ -655,11 +655,6 @@ class Engine(BatchVerbs, CompileVerbs, DeepSpeedNames):
             raise AttributeError(
                 f"neither the engine nor its module ({type(self.module).__name__}) has an attribute {name!r}"
             ) from None
-
-
-def _inside_backward() -> bool:
-    """Whether autograd runs in this thread: a forward here is a checkpoint's second one."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _weak(method: Callable[..., Any]) -> Callable[[], Any]:

@@ -4,6 +4,7 @@ For users: `GatheredParameters`.
 """
 
 from sheer.zero.access import GatheredParameters
+from sheer.zero.autograd import inside_backward
 from sheer.zero.flat import LOW_PRECISION, FlatBucket, Source, assemble
 from sheer.zero.runtime import Wiring, ZeroRuntime, placed_of, runtime_of
 from sheer.zero.units import NO_UNITS, ROOT, Units, find_units
@@ -20,6 +21,7 @@ __all__ = [
     "ZeroRuntime",
     "assemble",
     "find_units",
+    "inside_backward",
     "placed_of",
     "runtime_of",
 ]

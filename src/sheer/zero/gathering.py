@@ -16,7 +16,6 @@ What belongs to no block (the unit "") stays from its first use to the update.
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ import torch
 
 from sheer.comm import Axis, Lane, Ticket, Vault
 from sheer.errors import CommError
+from sheer.zero.autograd import at_end_of_backward, inside_backward
 from sheer.zero.flat import ShardedFlat
 from sheer.zero.order import Walk, complete, merge
 from sheer.zero.units import ROOT
@@ -80,7 +80,6 @@ class Gathering:
         self, flats: Sequence[ShardedFlat], order: Sequence[str], *, axis: Axis, lane: Lane, vault: Vault
     ) -> None:
         self.vault = vault
-        self.prefetching = True
         self.before: Callable[[Callable[[str], bool]], None] = _nothing
         """Called at every position of the backward's plan, before its gather, with a function that says which units the
         plan is through with: then is the time to reduce their gradients."""
@@ -111,11 +110,6 @@ class Gathering:
     def learning(self) -> bool:
         """Whether the first step with sharded parameters is still going on."""
         return bool(self._units) and self._records is not None
-
-    @property
-    def units(self) -> tuple[Unit, ...]:
-        """All of them."""
-        return tuple(self._units.values())
 
     # --- one unit ---------------------------------------------------------------------------------------------------
 
@@ -160,7 +154,7 @@ class Gathering:
         unit.tickets, unit.presence = [], Presence.AWAY
 
     def _prefetch(self, walk: Walk, position: int) -> None:
-        if position < len(walk.order) and self.prefetching:
+        if position < len(walk.order):
             self._submit(self._units[walk.order[position]])
 
     # --- forward ----------------------------------------------------------------------------------------------------
@@ -168,7 +162,7 @@ class Gathering:
     def begin_forward(self) -> None:
         """A call of the whole module begins."""
         self._depth += 1
-        if self._depth == 1 and not _inside_backward():
+        if self._depth == 1 and not inside_backward():
             if self._running:
                 self.abort_backward()
             self._forward.restart()
@@ -176,7 +170,7 @@ class Gathering:
     def end_forward(self) -> None:
         """It has ended: gather what other ranks may have used and this one has not."""
         self._depth -= 1
-        if self._depth or _inside_backward():
+        if self._depth or inside_backward():
             return
         keep_last = torch.is_grad_enabled()
         self._pass(self._forward, self._forward.rest(), keep_last=keep_last)
@@ -244,7 +238,7 @@ class Gathering:
         """It has ended, or raised."""
         self._clock += 1
         call.stop = self._clock
-        inside = _inside_backward()
+        inside = inside_backward()
         for unit in call.units:
             unit.depth -= 1
             if not (unit.depth or inside or self._stays(unit)):
@@ -265,7 +259,7 @@ class Gathering:
         task = torch._C._current_graph_task_id()
         if not self._running:
             self.begin_backward()
-            _at_end_of_backward(self)
+            at_end_of_backward(self.end_backward)
         if torch.is_grad_enabled():  # create_graph: a second backward will go through these units' memory
             self._holding = True
         fresh = [unit for unit in call.units if unit not in self._open]
@@ -279,7 +273,7 @@ class Gathering:
         """A checkpoint runs its forward again. Its backward has yet to come, so the unit stays until then."""
         if not self._running:
             self.begin_backward()
-            _at_end_of_backward(self)
+            at_end_of_backward(self.end_backward)
         if unit not in self._open:
             self._close(after=self._clock, task=task)
             self._open[unit] = _Opening(-1, task)
@@ -378,19 +372,3 @@ class Gathering:
 
 def _nothing(_over: Callable[[str], bool]) -> None:
     """Nobody waits for anything else."""
-
-
-def _inside_backward() -> bool:
-    """Whether autograd runs in this thread."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def _at_end_of_backward(gathering: Gathering) -> None:
-    reference = weakref.ref(gathering)
-
-    def finish() -> None:
-        live = reference()
-        if live is not None:
-            live.end_backward()
-
-    torch.autograd.Variable._execution_engine.queue_callback(finish)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,14 +29,12 @@ class Placed(NamedTuple):
     flats: tuple[FlatBucket, ...]
     """In plan order."""
     gathering: Gathering
+    homes: Mapping[int, Home]
+    """By the parameter's id, which is its own while a bucket holds it."""
 
     def home(self, param: torch.Tensor) -> Home | None:
         """Where `param` lives; None if it is not one of these."""
-        for flat in self.flats:
-            for index, one in enumerate(flat.params):
-                if one is param:
-                    return Home(flat, index)
-        return None
+        return self.homes.get(id(param))
 
     def whole_value(self, slot: Slot, param: torch.nn.Parameter) -> torch.Tensor:
         """The value of `param`, flat, put together from all ranks. Collective where parameters are sharded."""
@@ -64,7 +62,7 @@ def place(
             ReplicatedFlat(bucket, own, owned=layout.owned(bucket, axis.rank), axis=axis, device=device)
             for bucket, own in buckets
         )
-        return Placed(axis, replicated, Gathering((), (), axis=axis, lane=lane, vault=vault))
+        return Placed(axis, replicated, Gathering((), (), axis=axis, lane=lane, vault=vault), _homes(replicated))
 
     def of_rank_0(_slot: Slot, param: torch.nn.Parameter) -> torch.Tensor:
         value = param.detach().contiguous()
@@ -77,4 +75,9 @@ def place(
         )
         for bucket, own in buckets
     )
-    return Placed(axis, sharded, Gathering(sharded, units.order, axis=axis, lane=lane, vault=vault))
+    gathering = Gathering(sharded, units.order, axis=axis, lane=lane, vault=vault)
+    return Placed(axis, sharded, gathering, _homes(sharded))
+
+
+def _homes(flats: Sequence[FlatBucket]) -> dict[int, Home]:
+    return {id(param): Home(flat, position) for flat in flats for position, param in enumerate(flat.params)}

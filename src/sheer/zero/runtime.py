@@ -18,6 +18,7 @@ from torch.utils import _pytree
 from sheer.comm import Arena, Counters, Lane, Mesh, Ticket
 from sheer.errors import CommError
 from sheer.layout import Bucket, Collective, Layout, Placement, change
+from sheer.zero.autograd import at_end_of_backward, weakly
 from sheer.zero.flat import FlatBucket, Source
 from sheer.zero.gates import ModelGate, UnitGate
 from sheer.zero.grads import BucketGrad, GradState, ResidentGrad, ShardedGrad, Wire
@@ -81,7 +82,7 @@ class ZeroRuntime:
         self.grads = tuple(self._make_grad(flat, wiring) for flat in self.flats if flat.plan.trainable)
         self._ties = TiedGrads(self.grads, mesh, self.lane.counters)
         self._all_used = torch.ones(sum(len(grad.flat.params) for grad in self.grads), device=device)
-        self.gathering.before = _weakly(self._launch_over)
+        self.gathering.before = weakly(self._launch_over)
         self._next = 0
         self._sent = bytearray(len(self.grads))  # launched in this backward
         self._in_flight: deque[BucketGrad] = deque()
@@ -136,7 +137,7 @@ class ZeroRuntime:
             runtime = reference()
             if runtime is not None and not runtime.running:
                 runtime._begin()
-                _at_end_of_backward(runtime)
+                at_end_of_backward(runtime._finish_announced)
 
         for leaf in _pytree.tree_leaves(outputs):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
@@ -156,7 +157,7 @@ class ZeroRuntime:
             self.running = True  # where it is refused, it has not finished either
             grad.require_hidden(index)
             self._begin()
-            _at_end_of_backward(self)
+            at_end_of_backward(self._finish_announced)
             if grad.countdown.reach(index):
                 return
         if not grad.countdown.live:
@@ -201,6 +202,8 @@ class ZeroRuntime:
         self._in_flight.append(grad)
 
     def _finish_announced(self) -> None:
+        if not self.running:  # the engine has finished it
+            return
         self.gathering.end_backward()  # first on all ranks: some may be waiting for it
         if any(grad.late or grad.countdown.started for grad in self.grads):
             self.by_user = True
@@ -362,7 +365,7 @@ class ZeroRuntime:
                 flat.release(self.axis, lost=True)
         self.arena.trim()
         self.flats, self.grads, self.gates = (), (), {}
-        self.placed = self.placed._replace(flats=())
+        self.placed = self.placed._replace(flats=(), homes={})
         if lost is not None:
             raise CommError(
                 "destroy: a peer is gone, and with it its part of the sharded parameters; what could not be "
@@ -442,26 +445,3 @@ def _speaks_last(param: torch.Tensor) -> bool:
     leaves with the next one."""
     hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
     return isinstance(next(reversed(hooks.values()), None), GradHook)
-
-
-def _weakly(method: Callable[[Callable[[str], bool]], None]) -> Callable[[Callable[[str], bool]], None]:
-    """`method`, without keeping its object alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call(over: Callable[[str], bool]) -> None:
-        live = reference()
-        if live is not None:
-            live(over)
-
-    return call
-
-
-def _at_end_of_backward(runtime: ZeroRuntime) -> None:
-    reference = weakref.ref(runtime)
-
-    def finish() -> None:
-        live = reference()
-        if live is not None and live.running:
-            live._finish_announced()
-
-    torch.autograd.Variable._execution_engine.queue_callback(finish)
