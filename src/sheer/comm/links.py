@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from sheer.comm.axis import Axis
+from sheer.comm.groups import own_group
 from sheer.comm.tickets import Ticket, completing
 
 _Group = dist.ProcessGroup | None
@@ -176,8 +177,6 @@ def build_links(
     home = pipe.group
     if home is None or pipe.size == 1:
         return Links({}, counters, everyone, together)
-    # Every rank takes part in making every group, in one order: torch can make one without the others only where all
-    # its members have made as many before.
     pipes = sorted(set(everyone.gather_objects(_ranks(pipe))))
     control = together if everyone is pipe else _by_cpu(pipe, pipes)
     apart = _native(home) if own_groups is None else own_groups
@@ -185,7 +184,7 @@ def build_links(
     made = {}
     for number, route in enumerate(routes):
         ends = sorted((route.source, route.target))
-        group = _group_of([tuple(ranks[end] for end in ends) for ranks in pipes], like=home) if apart else None
+        group = own_group([tuple(ranks[end] for end in ends) for ranks in pipes], like=home) if apart else None
         if pipe.rank in ends:
             peer = route.target if pipe.rank == route.source else route.source
             tensors = _Post(home, peer, 2 * number + 1) if group is None else _Post(group, ends.index(peer), 0)
@@ -206,13 +205,4 @@ def _by_cpu(axis: Axis, peers: Sequence[tuple[int, ...]]) -> _Group:
     """A group of the axis' ranks that carries CPU tensors: its own where it can. `peers`: all such axes, by ranks."""
     if axis.group is None or not _native(axis.group):
         return axis.group
-    return _group_of(peers, like=axis.group, backend="gloo")
-
-
-def _group_of(
-    peers: Sequence[tuple[int, ...]], *, like: dist.ProcessGroup, backend: str | None = None
-) -> dist.ProcessGroup | None:
-    """A group for each of `peers`, with the timeout of `like`; the one that this rank is in."""
-    timeout = like._get_backend(like._device_types[0]).options._timeout
-    made = [dist.new_group(list(ranks), timeout=timeout, backend=backend) for ranks in peers]
-    return next((one for one, ranks in zip(made, peers, strict=True) if dist.get_rank() in ranks), None)
+    return own_group(peers, like=axis.group, backend="gloo")

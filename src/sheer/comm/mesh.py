@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from sheer import device as devices
 from sheer.comm.axis import Axis
+from sheer.comm.groups import own_group
 from sheer.errors import UsageError
 
 
@@ -103,8 +104,7 @@ class Mesh:
 def build_mesh(world: Axis, *, stages: int = 1, ties: Collection[tuple[int, ...]] = ()) -> Mesh:
     """The mesh of `stages` stages over `world`; `ties` are the sets of stages that share a parameter.
 
-    Collective on `world`, the ranks of the whole job, with equal arguments: every rank takes part in making every
-    group, in one order. (torch can make a group without the others only where all its members have made as many.)
+    Collective on `world`, the ranks of the whole job, with equal arguments.
     """
     if stages == 1:
         return Mesh(world, world, Axis(None, name="pipe"), {})
@@ -112,13 +112,15 @@ def build_mesh(world: Axis, *, stages: int = 1, ties: Collection[tuple[int, ...]
         raise UsageError(
             f"{stages} pipeline stages cannot share {world.size} ranks equally; start a multiple of {stages} processes"
         )
+    home = world.group
+    assert home is not None
     width = world.size // stages
     stage = world.rank // width
     made: list[dist.ProcessGroup] = []
 
     def axis(name: str, groups: Sequence[Sequence[int]]) -> Axis:
-        mine = [_group(world, ranks) for ranks in groups]
-        own = next((group for group in mine if group is not None), None)
+        peers = [tuple(dist.get_global_rank(home, member) for member in ranks) for ranks in groups if len(ranks) > 1]
+        own = own_group(peers, like=home)
         if own is not None:
             made.append(own)
         return Axis(own, name=name)
@@ -131,14 +133,3 @@ def build_mesh(world: Axis, *, stages: int = 1, ties: Collection[tuple[int, ...]
         for holders in sorted(set(ties))
     }
     return Mesh(world, data, pipe, {holders: one for holders, one in tied.items() if stage in holders}, tuple(made))
-
-
-def _group(world: Axis, members: Sequence[int]) -> dist.ProcessGroup | None:
-    """The group of these ranks of `world`, with its timeout; None off it, and for one rank, which needs none."""
-    assert world.group is not None
-    if len(members) == 1:
-        return None
-    ranks = [dist.get_global_rank(world.group, member) for member in members]
-    backend = world.group._get_backend(world.group._device_types[0])
-    group = dist.new_group(ranks, timeout=backend.options._timeout)
-    return group if world.rank in members else None

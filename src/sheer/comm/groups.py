@@ -1,0 +1,20 @@
+"""Making process groups beside the one of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+
+def own_group(
+    peers: Sequence[tuple[int, ...]], *, like: dist.ProcessGroup, backend: str | None = None
+) -> dist.ProcessGroup | None:
+    """Make a group of each of `peers`, ranks of the job, with the timeout of `like`; the one that this rank is in.
+
+    Collective on the whole job, with equal arguments: every rank takes part in making every group, in one order. (torch
+    can make one without the others only where all its members have made as many before.)
+    """
+    timeout = like._get_backend(like._device_types[0]).options._timeout
+    made = [dist.new_group(list(ranks), timeout=timeout, backend=backend) for ranks in peers]
+    return next((group for group, ranks in zip(made, peers, strict=True) if dist.get_rank() in ranks), None)
