@@ -27,6 +27,7 @@ from sheer.optim.registry import optimizer_factory
 from sheer.optim.schedules import build_scheduler
 from sheer.pipeline import PipelineModule
 from sheer.pipelining import Pipeline, find_schedule
+from sheer.schedule import Schedule
 from sheer.shards import names_and_ties
 from sheer.zero import Units, placed_of, runtime_of
 
@@ -117,12 +118,19 @@ class _Given(NamedTuple):
     collate_fn: Callable[[list[Any]], Any] | None
 
 
+class _Pipelined(NamedTuple):
+    """A model in stages, and what they do in a step."""
+
+    module: PipelineModule
+    schedule: Schedule
+
+
 class _Ready(NamedTuple):
     """Everything that can be wrong on one rank has been checked; the model has not been touched."""
 
     module: torch.nn.Module
     split: Split
-    pipeline: PipelineModule | None
+    pipeline: _Pipelined | None
     config: Config
     batch: BatchSizes
     optimizer: torch.optim.Optimizer | None
@@ -457,29 +465,28 @@ def _broadcast(tensor: torch.Tensor, axis: Axis) -> None:
         tensor.detach().copy_(contiguous)
 
 
-def _check_pipeline(module: torch.nn.Module, config: Config, batch: BatchSizes) -> PipelineModule | None:
-    """The module, if it is a pipeline that the config fits."""
+def _check_pipeline(module: torch.nn.Module, config: Config, batch: BatchSizes) -> _Pipelined | None:
+    """The module and its schedule, if it is a pipeline; the config must fit it."""
     section = config.pipeline
-    pipeline = module if isinstance(module, PipelineModule) else None
-    stages = 1 if pipeline is None else pipeline.num_stages
+    stages = module.num_stages if isinstance(module, PipelineModule) else 1
     if section.stages not in (None, stages):
         raise ConfigError(
             f"pipeline.stages is {section.stages}, but the model has {stages}: build it by "
             f"PipelineModule(..., num_stages={section.stages}) or PipelineModule.from_module, or leave the key out"
         )
-    if pipeline is not None:
-        find_schedule(section.schedule, pipeline, batch.accumulation)
-        if section.activation_checkpoint_interval:
-            pipeline.set_checkpoint_interval(section.activation_checkpoint_interval)
-    return pipeline
+    if not isinstance(module, PipelineModule):
+        return None
+    return _Pipelined(module, find_schedule(section.schedule, module, batch.accumulation))
 
 
 def _build_pipeline(ready: _Ready, mesh: Mesh, device: torch.device) -> Pipeline | None:
     if ready.pipeline is None:
         return None
-    schedule = find_schedule(ready.config.pipeline.schedule, ready.pipeline, ready.batch.accumulation)
-    asked = ready.config.pipeline.schedule
-    return Pipeline(ready.pipeline, asked=asked, schedule=schedule, mesh=mesh, device=device, teller=ready.teller)
+    module, schedule = ready.pipeline
+    section = ready.config.pipeline
+    if section.activation_checkpoint_interval:
+        module.set_checkpoint_interval(section.activation_checkpoint_interval)
+    return Pipeline(module, asked=section.schedule, schedule=schedule, mesh=mesh, device=device, teller=ready.teller)
 
 
 def _build_compiler(module: torch.nn.Module, config: Config, teller: Teller, device: torch.device) -> Compiler:
