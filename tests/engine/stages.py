@@ -12,10 +12,11 @@ from torch.nn import functional as F
 import sheer
 import sheer.testing
 from sheer import LayerSpec, PipelineModule, TiedLayerSpec
-from tests.engine.models import Block
+from tests.engine.models import Block, batches
 from tests.engine.oracle import Case, Step, plain_run
 
 VOCABULARY, WIDTH = 31, 12
+CLOSE = {"rtol": 2e-5, "atol": 2e-6}
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}
 
 
@@ -92,6 +93,15 @@ def case_of(stages: int, **more: Any) -> Case:
     """This rank's case in a world split into so many stages."""
     width = sheer.testing.world_size() // stages
     return Case(world=width, rank=sheer.testing.rank() % width, extra={**SGD, **more.pop("extra", {})}, **more)
+
+
+def assert_trains_as_plain(engine: Any, case: Case, *, steps: int = 2, module: nn.Module | None = None) -> None:
+    """Losses, norms and this stage's state are those of the plain loop over `module` (by default `whole()`)."""
+    data = batches(steps, size=case.global_batch)
+    mine = train(engine, case, data)
+    expected, plain = oracle(case, data, module=module)
+    torch.testing.assert_close(torch.tensor(mine), torch.tensor(plain), **CLOSE)
+    assert_same_as_whole(engine.module, expected, **CLOSE)
 
 
 def assert_same_as_whole(module: PipelineModule, expected: nn.Module, **tolerance: float) -> None:

@@ -21,8 +21,9 @@ from sheer.utils import (
 from tests.engine.models import batches
 from tests.engine.oracle import Case
 from tests.engine.stages import (
+    CLOSE,
     WIDTH,
-    assert_same_as_whole,
+    assert_trains_as_plain,
     case_of,
     cross_entropy,
     layers,
@@ -33,19 +34,9 @@ from tests.engine.stages import (
 )
 from tests.engine.test_identity import face
 
-CLOSE = {"rtol": 2e-5, "atol": 2e-6}
-
 
 def start(case: Case, stages: int, *, module: nn.Module | None = None, **more: Any) -> Any:
     return sheer.initialize(model=staged(stages) if module is None else module, config=case.config(**more))[0]
-
-
-def assert_trains_as_plain(engine: Any, case: Case, *, steps: int = 2, **oracle_model: Any) -> None:
-    data = batches(steps, size=case.global_batch)
-    mine = train(engine, case, data)
-    expected, plain = oracle(case, data, **oracle_model)
-    torch.testing.assert_close(torch.tensor(mine), torch.tensor(plain), **CLOSE)
-    assert_same_as_whole(engine.module, expected, **CLOSE)
 
 
 def assert_same_parameters(engine: Any, expected: nn.Module) -> None:

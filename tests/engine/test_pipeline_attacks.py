@@ -21,30 +21,20 @@ from sheer.errors import DataError, UsageError
 from tests.engine.models import batches
 from tests.engine.oracle import Case
 from tests.engine.stages import (
+    CLOSE,
     WIDTH,
     assert_same_as_whole,
+    assert_trains_as_plain,
     case_of,
     cross_entropy,
     layers,
-    oracle,
     staged,
-    train,
     whole,
 )
-
-CLOSE = {"rtol": 2e-5, "atol": 2e-6}
 
 
 def start(case: Case, module: nn.Module, *, optimizer: Any = None, **more: Any) -> Any:
     return sheer.initialize(model=module, optimizer=optimizer, config=case.config(**more))[0]
-
-
-def assert_trains_as_plain(engine: Any, case: Case, *, module: nn.Module | None = None) -> None:
-    data = batches(2, size=case.global_batch)
-    mine = train(engine, case, data)
-    expected, plain = oracle(case, data, module=module)
-    torch.testing.assert_close(torch.tensor(mine), torch.tensor(plain), **CLOSE)
-    assert_same_as_whole(engine.module, expected, **CLOSE)
 
 
 # --- between stages ---------------------------------------------------------------------------------------------------
