@@ -28,7 +28,7 @@ class Effort(NamedTuple):
     only: tuple[str, ...]
     rounds: int | None
     seconds: float
-    """Of each race; after that no further round."""
+    """Of each race's rounds; after that no further one."""
 
 
 class Suite(NamedTuple):
@@ -99,7 +99,7 @@ def _arguments() -> argparse.Namespace:
         "--only", nargs="+", default=[], help="contenders whose name contains one of these (and the raw loop)"
     )
     parser.add_argument("--rounds", type=int, help="of every race")
-    parser.add_argument("--seconds", type=float, help="of each race; after that no further round (quick: 80)")
+    parser.add_argument("--seconds", type=float, help="of each race's rounds, after setting up (quick: 40)")
     parser.add_argument("--write", action=argparse.BooleanOptionalAction, help="the page and the picture")
     parser.add_argument("--json", type=Path, help="raw samples go there")
     parser.add_argument(
@@ -112,7 +112,7 @@ def _arguments() -> argparse.Namespace:
         if name not in SUITES:
             parser.error(f"no suite {name!r}; there are {', '.join(SUITES)}")
     if arguments.seconds is None:
-        arguments.seconds = 80.0 if arguments.quick else float("inf")
+        arguments.seconds = 40.0 if arguments.quick else float("inf")
     if arguments.write is None:
         arguments.write = not arguments.quick and not arguments.only
     return arguments

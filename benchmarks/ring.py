@@ -31,6 +31,8 @@ class Turn(NamedTuple):
 
     seconds: float
     """Per step, of the slowest rank."""
+    busy: float
+    """CPU seconds per step, of all threads of all ranks: what other work on the machine disturbs least."""
     sent: float
     """Bytes per step, of the rank that sent most."""
     losses: list[list[float]]
@@ -60,6 +62,7 @@ class Ring:
         answers = self.ask("turn", steps=steps)
         return Turn(
             max(answer["seconds"] for answer in answers),
+            sum(answer["busy"] for answer in answers),
             max(answer["sent"] for answer in answers),
             [answer["losses"] for answer in answers],
         )

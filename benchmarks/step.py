@@ -23,7 +23,7 @@ class Race(NamedTuple):
     steps: int = 2
     """Per turn."""
     seconds: float = float("inf")
-    """Since the race began: after that no further round, but at least two."""
+    """Of the rounds alone, without setting up: after that no further round, but at least two."""
 
 
 class Course:
@@ -31,7 +31,6 @@ class Course:
 
     def __init__(self, race: Race, names: list[str]) -> None:
         self.race = race
-        self.begun = time.perf_counter()
         self.rings: dict[str, Ring] = {}
         self.turns: dict[str, list[Any]] = {name: [] for name in names}
         self.out: dict[str, str] = {}
@@ -82,8 +81,9 @@ class Course:
         def one(name: str, ring: Ring) -> None:
             self.turns[name].append(ring.turn(self.race.steps))
 
+        begin = time.perf_counter()
         for done in range(self.race.rounds):
-            if done >= 2 and time.perf_counter() - self.begun > self.race.seconds:
+            if done >= 2 and time.perf_counter() - begin > self.race.seconds:
                 break
             self._each(one)
 
@@ -108,30 +108,27 @@ def _result(course: Course) -> Result:
     race = course.race
     if RAW in course.out:
         raise SystemExit(f"the raw loop itself: {course.out[RAW]}")
-    base = [turn.seconds for turn in course.turns[RAW]]
+    base = course.turns[RAW]
     unit = 4 * sum(p.numel() for p in make(race.workload).model.parameters()) * (race.ranks - 1) / race.ranks
     rows, bars = [], []
     for name, turns in course.turns.items():
+        note = CONTENDERS[name].note
         if name in course.out:
-            rows.append([name, course.out[name], "", "", "", "", CONTENDERS[name].note])
+            rows.append([name, course.out[name], "", "", "", "", "", note])
             continue
-        spread = Spread.of([turn.seconds / own for turn, own in zip(turns, base, strict=True)])
-        seconds = Spread.of([turn.seconds for turn in turns]).median
-        sent = f"{max(turn.sent for turn in turns) / unit:.3f}" if unit else ""
-        differs = f"{course.differs[name]:.0e}"
-        rows.append(
-            [
-                name,
-                f"{spread.median:.3f}",
-                f"{spread.low:.3f} - {spread.high:.3f}",
-                f"{seconds * 1e3:.1f}",
-                sent,
-                differs,
-            ]
-        )
-        rows[-1].append(CONTENDERS[name].note)
+        spread = Spread.of([turn.seconds / raw.seconds for turn, raw in zip(turns, base, strict=True)])
+        busy = Spread.of([turn.busy / raw.busy for turn, raw in zip(turns, base, strict=True)]).median
+        figures = [
+            f"{spread.median:.3f}",
+            f"{spread.low:.3f} - {spread.high:.3f}",
+            f"{busy:.3f}",
+            f"{Spread.of([turn.seconds for turn in turns]).median * 1e3:.1f}",
+            f"{max(turn.sent for turn in turns) / unit:.3f}" if unit else "",
+            f"{course.differs[name]:.0e}",
+        ]
+        rows.append([name, *figures, note])
         bars.append(Bar(name, spread, CONTENDERS[name].ours))
-    header = ["contender", "x raw loop", "10 - 90 %", "ms per step", "sent", "losses differ", "runs"]
+    header = ["contender", "x raw loop", "10 - 90 %", "x CPU time", "ms per step", "sent", "losses differ", "runs"]
     lines = [
         f"{len(base)} rounds of {race.steps} steps, {race.ranks} ranks, {'compiled' if race.compiled else 'eager'}, "
         f"accumulation {race.accumulation}.",

@@ -41,16 +41,20 @@ class Worker:
         return {"seconds": time.perf_counter() - begin}
 
     def turn(self, *, steps: int) -> dict[str, Any]:
-        """Train: seconds and bytes sent per step, and every loss. Data are made before the clock starts."""
+        """Train: seconds, CPU seconds and bytes sent per step, every loss. Data are made before the clock starts."""
         assert self._trainer is not None
         batches = [self._source(self._accumulation) for _ in range(steps)]
         torch.distributed.barrier()
-        sent, start = bytes_sent(), time.perf_counter()
+        sent, busy, start = bytes_sent(), time.process_time(), time.perf_counter()
         losses = [self._trainer.step(batch) for batch in batches]
         sent_after = bytes_sent()
         torch.distributed.barrier()
-        seconds = (time.perf_counter() - start) / steps
-        return {"seconds": seconds, "sent": (sent_after - sent) / steps, "losses": [float(loss) for loss in losses]}
+        return {
+            "seconds": (time.perf_counter() - start) / steps,
+            "busy": (time.process_time() - busy) / steps,
+            "sent": (sent_after - sent) / steps,
+            "losses": [float(loss) for loss in losses],
+        }
 
     def state(self) -> dict[str, Any]:
         """Live bytes when the second step's gradients are complete and its update begins."""
