@@ -5,6 +5,8 @@ BIN    := $(VENV)/bin
 # The version the project is developed with; the package itself only asks for torch>=2.13. PyPI's build for Linux brings
 # CUDA; for the much smaller one: make demo TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
 TORCH  ?= torch==2.13.0
+# Test files are spread over this many processes, each with warm ranks of its own.
+SPREAD ?= --numprocesses auto --maxprocesses 4 --dist loadfile
 STAMP  := $(VENV)/.sheer-setup
 PEERS  := $(VENV)/.sheer-bench
 
@@ -24,7 +26,7 @@ demo: setup
 	$(BIN)/sheer demo $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(SPREAD) $(ARGS)
 
 # Everything CI checks, in the order that fails fastest.
 check: setup
@@ -33,7 +35,7 @@ check: setup
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(BIN)/python -m sheer.config.docs --check docs/config.md
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(SPREAD) $(ARGS)
 
 fmt: setup
 	$(BIN)/ruff format .

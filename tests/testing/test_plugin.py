@@ -332,3 +332,26 @@ def test_selection_and_wider_fixtures(pytester):
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-s", "-k", "not unwanted", "-x", timeout=60)
     result.assert_outcomes(passed=3, deselected=1)
     result.stdout.fnmatch_lines(["*TORN DOWN*", "*AFTER*"])
+
+
+def test_under_xdist_every_process_has_ranks_of_its_own(pytester):
+    for name in ("one", "two"):
+        pytester.makepyfile(
+            **{
+                f"test_{name}": """
+                import os, pytest, torch
+                import torch.distributed as dist
+                from sheer.testing import rank
+                @pytest.mark.world_size(2)
+                def test_sum():
+                    mine = torch.tensor([os.getppid()])
+                    dist.broadcast(mine, 0)
+                    assert mine.item() == os.getppid() and dist.get_world_size() == 2
+                    print("SPAWNED BY", os.getppid())
+                """
+            }
+        )
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile", "-rP", timeout=100)
+    result.assert_outcomes(passed=2)
+    parents = {line for line in result.outlines if line.startswith("SPAWNED BY")}
+    assert len(parents) == 2

@@ -174,13 +174,18 @@ class RankSession:
         # As under torchrun the store is served by another process; the restart count keeps the keys of tests apart.
         agent = {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": job.serial}
         os.environ.update({key: str(value) for key, value in (here | there | meeting | agent).items()})
+        store = PrefixStore(f"test{job.serial}", self._store)
         dist.init_process_group(
             "gloo",
-            store=PrefixStore(f"test{job.serial}", self._store),
+            store=store,
             rank=self._rank,
             world_size=job.size,
             timeout=datetime.timedelta(seconds=job.timeout + 60),  # the pool's clock rings first, with stacks
         )
+        # Nobody begins before all have joined: a rank that dies at once must not take a joining peer with it. By the
+        # store, which is served by pytest's process, so that it outlives every rank.
+        store.set(f"joined{self._rank}", "")
+        store.wait([f"joined{rank}" for rank in range(job.size)])
 
 
 class UnrunnableError(Exception):
