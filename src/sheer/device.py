@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 import torch
 
@@ -61,3 +62,16 @@ def set_rng_states(device: torch.device, states: dict[str, torch.Tensor]) -> Non
         torch.set_rng_state(states["cpu"])
     if device.type != "cpu" and device.type in states:
         torch.get_device_module(device).set_rng_state(states[device.type], device)
+
+
+def host_memory(nbytes: int, *, near: Iterable[torch.device]) -> torch.Tensor:
+    """Bytes on the host that tensors of the devices `near` are copied to; pinned where one is an accelerator's."""
+    pinned = any(device.type != "cpu" for device in near)
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+
+
+def synchronize(used: Iterable[torch.device]) -> None:
+    """Wait until everything submitted to the devices `used` is done; nothing is ever due on the host."""
+    for device in used:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)

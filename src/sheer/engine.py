@@ -6,7 +6,6 @@ It reads top to bottom: the verbs of a micro-batch, the step, what a user may ch
 from __future__ import annotations
 
 import math
-import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -17,14 +16,16 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils import _pytree
 
-from sheer import persist, planning, statistics
+from sheer import planning, statistics
 from sheer.batches import BatchVerbs
+from sheer.checkpoint import Background
+from sheer.checkpoints import CheckpointVerbs
 from sheer.comm import Mesh
 from sheer.compiler import Compiler
 from sheer.compiling import CompileVerbs
 from sheer.config import BatchSizes, Config
 from sheer.data import ResumableLoader
-from sheer.errors import TornLoadError, UsageError
+from sheer.errors import UsageError
 from sheer.layout import Placement, Split
 from sheer.monitor import Monitor
 from sheer.observe import StepResult, Teller
@@ -63,7 +64,7 @@ class Parts(NamedTuple):
 
 
 @final
-class Engine(BatchVerbs, CompileVerbs, DeepSpeedNames):
+class Engine(BatchVerbs, CheckpointVerbs, CompileVerbs, DeepSpeedNames):
     """Trains `module`, which stays the user's object. Built by `sheer.initialize`.
 
     All ranks make the same calls in the same order: `engine(...)`, `backward`, `step`, saves and loads are collective
@@ -98,6 +99,7 @@ class Engine(BatchVerbs, CompileVerbs, DeepSpeedNames):
         self._applied = False
         self._trouble_told = False  # the compile report has been printed
         self._alive, self._torn = True, False
+        self._background = Background()
         self._own_iterator: Iterator[Any] | None = None
         self._params, self._ties = names_and_ties(parts.module, parts.split)
         self._islands = planning.fp32_islands(parts.module)
@@ -365,7 +367,8 @@ class Engine(BatchVerbs, CompileVerbs, DeepSpeedNames):
                 f"the data of {len(adopted)} parameters ({adopted[0]!r}, ...) was replaced; values taken over",
             )
         scale = 1.0 if self._scale is None else self._scale.scale
-        stats = statistics.gather(self._runtime, self._plan.census, self._losses, micro_batches)
+        saved = self._background.done if self._background.running else None
+        stats = statistics.gather(self._runtime, self._plan.census, self._losses, micro_batches, over=saved)
         self._require_gradients(stats.unused)
         norm = stats.square_sum.sqrt() / scale
         lrs = tuple(float(group["lr"]) for group in optimizer.base.param_groups)
@@ -390,6 +393,8 @@ class Engine(BatchVerbs, CompileVerbs, DeepSpeedNames):
             self._scale.update(skipped)
         if not skipped and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
+        if stats.over:  # raises where the save failed, in the same step on every rank; the step is over then
+            self._end_save()
         return result
 
     def _require_gradients(self, unused: frozenset[str]) -> None:
@@ -534,93 +539,13 @@ class Engine(BatchVerbs, CompileVerbs, DeepSpeedNames):
             self._reduce(self._window + 1)
         return there
 
-    # --- checkpoints ------------------------------------------------------------------------------------------------
-
-    def save_checkpoint(
-        self,
-        save_dir: str | os.PathLike[str],
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Save everything a run needs to go on, as `save_dir/tag` (`global_stepN` by default). Collective.
-
-        `client_state` must be JSON. Refused in the middle of a step. On an error nothing that was there is lost.
-        """
-        self._check_alive()
-        self._require_between_steps("save_checkpoint")
-        persist.save(
-            self._saved_parts(),
-            save_dir,
-            tag=tag if tag is not None else f"global_step{self.counters.global_steps}",
-            client_state=client_state or {},
-            save_latest=save_latest,
-            exclude_frozen=exclude_frozen_parameters,
-        )
-        return True
-
-    def load_checkpoint(
-        self,
-        load_dir: str | os.PathLike[str],
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Callable[..., Any] | None = None,
-    ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load `load_dir/tag` (by default what `latest` names), whatever stage, ranks or precision saved it.
-
-        Collective. Returns its path and the client state; (None, None), said, where `load_dir` has no checkpoint.
-        `load_module_only` takes parameters and buffers alone; `custom_load_fn(src=..., dst=module)` moves them from a
-        dict of full tensors by hand. Hyper-parameters become the checkpoint's, said where they differ. On an error
-        nothing has changed (but for what `custom_load_fn` did). Only where a disk fails between verifying and taking
-        over, TornLoadError: this engine then does nothing but load again.
-        """
-        self._check_alive(torn=True)
-        wish = persist.Wish(
-            strict=load_module_strict,
-            optimizer=load_optimizer_states and not load_module_only,
-            scheduler=load_lr_scheduler_states and not load_module_only,
-            run=not load_module_only,
-        )
-        try:
-            loaded = persist.load(self._saved_parts(), load_dir, tag=tag, wish=wish, custom=custom_load_fn)
-        except TornLoadError:
-            self._torn = True
-            raise
-        if loaded is None:
-            return None, None
-        self._torn = False
-        self._forget()
-        self._own_iterator = None
-        if self._pipeline is not None:
-            self._pipeline.forget()
-        return str(loaded.path), loaded.client_state
-
-    def _saved_parts(self) -> persist.SavedParts:
-        return persist.SavedParts(
-            module=self.module,
-            plan=self._plan,
-            params=self._params,
-            ties=self._ties,
-            groups=self._group_of,
-            config=self._config,
-            device=self.device,
-            counters=self.counters,
-            scheduler=self.lr_scheduler,
-            loss_scale=self._scale,
-            loader=self.training_dataloader,
-            teller=self._teller,
-        )
-
     # --- end --------------------------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
         """Give the module its parameters back as tensors of their own, free all buffers, stop compiling. Idempotent.
 
-        Collective at stage 3, where values come from all ranks: CommError where one is gone; all else is done then.
+        Waits for a save beside training, and raises in the end where that failed. Collective at stage 3, where values
+        come from all ranks: CommError where one is gone; all else is done then.
         """
         if not self._alive:
             return
@@ -637,7 +562,10 @@ class Engine(BatchVerbs, CompileVerbs, DeepSpeedNames):
             for monitor in self._monitors:
                 monitor.close()
             self._losses, self._own_iterator, self._monitors, self._pipeline = [], None, (), None
+            error = self._background.end()
             self._leave()
+            if error is not None:
+                raise error
 
     def _check_alive(self, *, torn: bool = False) -> None:
         if not self._alive:

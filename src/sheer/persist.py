@@ -12,7 +12,7 @@ import torch
 
 from sheer import checkpoint
 from sheer import device as devices
-from sheer.checkpoint import Index, Shard
+from sheer.checkpoint import Background, Index, Shard
 from sheer.config import Config
 from sheer.errors import CheckpointError, did_you_mean
 from sheer.observe import Teller
@@ -90,8 +90,9 @@ def save(
     client_state: Mapping[str, Any],
     save_latest: bool,
     exclude_frozen: bool,
+    background: Background | None,
 ) -> None:
-    """Write a checkpoint. Collective on all ranks."""
+    """Write a checkpoint; with `background`, beside training once its content is copied. Collective on all ranks."""
     mesh, section = parts.plan.runtime.mesh, parts.config.checkpoint
     axis = mesh.world
     axis.assemble("save_checkpoint", timeout=section.timeout_seconds)
@@ -107,7 +108,7 @@ def save(
     buffers = persistent_buffers(parts.module).tensors
     prepared = checkpoint.together(axis, "save_checkpoint", prepare)
     forms = {} if parts.plan.optimizer is None else merged_forms(parts.plan.optimizer, axis)
-    checkpoint.save(
+    begun = checkpoint.begin(
         root,
         tag,
         shards=prepared.shards,
@@ -125,6 +126,16 @@ def save(
         keep_last=section.keep_last,
         timeout=section.timeout_seconds,
     )
+    if background is None:
+        checkpoint.finish(begun, prepared.shards, axis=axis)
+        return
+    try:
+        beside = axis.beside()
+        copies = checkpoint.together(axis, begun.doing, lambda: background.snapshot(prepared.shards))
+    except BaseException:
+        begun.close()
+        raise
+    background.start(begun, copies, axis=beside)
 
 
 class _Names(NamedTuple):

@@ -78,10 +78,23 @@ class StepStatistics(NamedTuple):
     """Mean over micro-batches and ranks; None where `backward` saw no loss."""
     unused: frozenset[str]
     """Parameters that no rank used. Known without looking at the device when this rank has used all."""
+    over: bool
+    """Whether what is going on beside training is over on every rank."""
 
 
-def gather(runtime: ZeroRuntime, census: Census, losses: Sequence[torch.Tensor], micro_batches: int) -> StepStatistics:
-    """Collective on all ranks; with several stages the last one brings the losses."""
+def gather(
+    runtime: ZeroRuntime,
+    census: Census,
+    losses: Sequence[torch.Tensor],
+    micro_batches: int,
+    *,
+    over: bool | None = None,
+) -> StepStatistics:
+    """Collective on all ranks; with several stages the last one brings the losses.
+
+    `over` is whether something beside training is over here; None, on all ranks, where nothing is going on. Where it is
+    given, one number is read from the device.
+    """
     device = runtime.arena.device
     norms = [_norm(grad.counted()).to(census.dtype) for grad in runtime.grads if runtime.counts(grad.flat.plan)]
     square_sum = torch.stack(norms or [torch.zeros((), dtype=census.dtype, device=device)]).square_().sum()
@@ -91,9 +104,9 @@ def gather(runtime: ZeroRuntime, census: Census, losses: Sequence[torch.Tensor],
     if runtime.mesh.world.size == 1:
         unused = runtime.unused_here()
     else:
-        square_sum, loss_sum, unused = _over_ranks(runtime, census, square_sum, loss_sum)
-    known = bool(losses) or runtime.mesh.stages > 1
-    return StepStatistics(square_sum, loss_sum / (runtime.axis.size * micro_batches) if known else None, unused)
+        square_sum, loss_sum, unused, over = _over_ranks(runtime, census, square_sum, loss_sum, over)
+    mean_loss = loss_sum / (runtime.axis.size * micro_batches) if losses or runtime.mesh.stages > 1 else None
+    return StepStatistics(square_sum, mean_loss, unused, bool(over))
 
 
 def _norm(values: torch.Tensor) -> torch.Tensor:
@@ -106,20 +119,29 @@ class _Shared(NamedTuple):
     square_sum: torch.Tensor
     loss_sum: torch.Tensor
     unused: frozenset[str]
+    over: bool
 
 
-def _over_ranks(runtime: ZeroRuntime, census: Census, square_sum: torch.Tensor, loss_sum: torch.Tensor) -> _Shared:
+def _over_ranks(
+    runtime: ZeroRuntime, census: Census, square_sum: torch.Tensor, loss_sum: torch.Tensor, over: bool | None
+) -> _Shared:
     usage = runtime.usage()
     if census.places is not None:
         usage = usage.new_zeros(len(census.names)).index_copy_(0, census.places, usage)
-    message = torch.cat((torch.stack((square_sum, loss_sum)), usage))
+    words = [torch.stack((square_sum, loss_sum)), usage]
+    if over is not None:
+        words.append(usage.new_full((1,), float(over)))
+    message = torch.cat(words)
     runtime.world_lane.all_reduce(message, what="step statistics").wait()
     here = runtime.unused_here()
     # A parameter used here is used by somebody: only a rank that left some out has to look, or that has none.
     unused = here
     if here or not runtime.grads:
-        unused = frozenset(name for name, used in zip(census.names, message[2:].tolist(), strict=True) if not used)
-    return _Shared(message[0], message[1], unused)
+        unused = frozenset(
+            name for name, used in zip(census.names, message[2:][: len(usage)].tolist(), strict=True) if not used
+        )
+    everywhere = over is not None and message[-1].item() == runtime.mesh.world.size
+    return _Shared(message[0], message[1], unused, everywhere)
 
 
 class _Place(NamedTuple):

@@ -4,24 +4,29 @@ The room speaks of `Shard`s, 1-D intervals of named tensors, and knows no engine
 in `index.py`, how a save becomes visible in `folder.py`.
 """
 
+from sheer.checkpoint.background import Background
 from sheer.checkpoint.folder import find, list_tags, locate, prune
 from sheer.checkpoint.index import Index
 from sheer.checkpoint.loading import LoadReport, load, load_full, open_checkpoint, open_together, read_rng, read_state
 from sheer.checkpoint.ranks import Alone, Axis, on_first, together
 from sheer.checkpoint.reader import Reader, Request
-from sheer.checkpoint.saving import save
+from sheer.checkpoint.saving import Begun, begin, finish, save
 from sheer.checkpoint.shard import Key, Shard
 
 __all__ = [
     "Alone",
     "Axis",
+    "Background",
+    "Begun",
     "Index",
     "Key",
     "LoadReport",
     "Reader",
     "Request",
     "Shard",
+    "begin",
     "find",
+    "finish",
     "list_tags",
     "load",
     "load_full",

@@ -27,8 +27,3 @@ def named(name: str) -> Checksum:
 
     digest: Checksum = xxhash.xxh3_64_intdigest
     return digest
-
-
-def of_blocks(data: memoryview, *, block: int, checksum: Checksum) -> list[int]:
-    """The checksum of each `block` bytes of `data`."""
-    return [checksum(data[at : at + block]) for at in range(0, len(data), block)]

@@ -162,7 +162,7 @@ def prune(root: str | os.PathLike[str], *, keep: int, dry_run: bool = False) -> 
             for tag in removed:
                 _discard(base, base / tag)
         finally:
-            os.close(lock)
+            _free_lock(lock)
     return removed
 
 
@@ -189,7 +189,7 @@ class Staging:
                 _check_space(root, nbytes)
                 os.mkdir(self.path)
         except BaseException:
-            os.close(self._lock)
+            _free_lock(self._lock)
             raise
 
     def commit(self, *, save_latest: bool, keep_last: int | None) -> Path:
@@ -216,7 +216,7 @@ class Staging:
     def close(self) -> None:
         """Remove what was not committed and free the lock. Never raises: the next save cleans what stays behind."""
         shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
+        _free_lock(self._lock)
 
     def _refuse_foreign(self) -> None:
         """A directory of that name that is no checkpoint of ours is someone's data; it is not ours to replace."""
@@ -265,6 +265,13 @@ def _take_lock(root: Path) -> int:
             f"another save to {root} is in progress ({holder}). Wait for it, or save to another directory."
         ) from error
     return fd
+
+
+def _free_lock(fd: int) -> None:
+    """Also where a process that was forked meanwhile (a loader's worker) still has the file open."""
+    with suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
 
 
 def _repair(root: Path) -> None:

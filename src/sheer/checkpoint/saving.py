@@ -1,7 +1,8 @@
 """Saving: every rank writes its pieces aside, rank 0 writes the index, checks the whole, and makes it visible.
 
 The phases, each ended by an agreement of all ranks: check what to save; prepare the directory (rank 0); write the
-tensors; complete, check and commit (rank 0). Until the commit nothing that a reader looks at has changed.
+tensors; complete, check and commit (rank 0). Until the commit nothing that a reader looks at has changed. The first two
+are `begin`, the others `finish`: between them the tensors may be copied, to be written beside training.
 """
 
 from __future__ import annotations
@@ -85,6 +86,53 @@ def save(
     Raises CheckpointError on every rank, with what was there before unchanged, when a tag, shard or value cannot be
     saved, the ranks disagree, another save to `root` is in progress, or the disk refuses.
     """
+    begun = begin(
+        root,
+        tag,
+        shards=shards,
+        facts=facts,
+        state=state,
+        rng=rng,
+        axis=axis,
+        save_latest=save_latest,
+        keep_last=keep_last,
+        timeout=timeout,
+    )
+    return finish(begun, shards, axis=axis)
+
+
+class Begun(NamedTuple):
+    """A save whose content is checked and whose directory is made. Nothing is written; it has to be ended."""
+
+    doing: str
+    aside: _Aside
+    documents: _Documents
+    offers: list[_Offer]
+    staging: list[Staging]
+    """On rank 0, the one."""
+    save_latest: bool
+    keep_last: int | None
+
+    def close(self) -> None:
+        """Remove what is not complete, and let others save there."""
+        while self.staging:
+            self.staging.pop().close()
+
+
+def begin(
+    root: str | os.PathLike[str],
+    tag: str,
+    *,
+    shards: Sequence[Shard],
+    facts: Mapping[str, Any],
+    state: Mapping[str, Any],
+    rng: Mapping[str, torch.Tensor],
+    axis: Axis,
+    save_latest: bool = True,
+    keep_last: int | None = None,
+    timeout: float = 120.0,
+) -> Begun:
+    """The first half of `save`; `finish` or `close` it. Collective on `axis`."""
     axis.assemble(f"save_checkpoint(tag={tag!r})", timeout=timeout)
     doing = f"saving checkpoint {tag!r} to {root}"
     documents = together(axis, doing, lambda: _documents(facts, state, keep_last))
@@ -93,17 +141,27 @@ def save(
     staging: list[Staging] = []
     try:
         aside = on_first(axis, doing, lambda: _prepare(Path(root), offers, documents, staging))
-        written = together(axis, doing, lambda: _write(aside, axis.rank, shards))
-        parts: list[Written] = axis.gather_objects(written)
-
-        def finish() -> Path:
-            _complete(aside, parts, documents, offers)
-            return staging[0].commit(save_latest=save_latest, keep_last=keep_last)
-
-        return on_first(axis, doing, finish)
-    finally:
+    except BaseException:
         for opened in staging:
             opened.close()
+        raise
+    return Begun(doing, aside, documents, offers, staging, save_latest, keep_last)
+
+
+def finish(begun: Begun, shards: Sequence[Shard], *, axis: Axis) -> Path:
+    """Write and commit what was begun; the checkpoint's path. Collective on `axis`, which may be another one of the
+    same ranks; `shards` may be copies of those that it was begun with."""
+
+    def complete() -> Path:
+        _complete(begun.aside, parts, begun.documents, begun.offers)
+        return begun.staging[0].commit(save_latest=begun.save_latest, keep_last=begun.keep_last)
+
+    try:
+        written = together(axis, begun.doing, lambda: _write(begun.aside, axis.rank, shards))
+        parts: list[Written] = axis.gather_objects(written)
+        return on_first(axis, begun.doing, complete)
+    finally:
+        begun.close()
 
 
 def _documents(facts: Mapping[str, Any], state: Mapping[str, Any], keep_last: int | None) -> _Documents:

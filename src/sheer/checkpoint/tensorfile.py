@@ -1,8 +1,8 @@
 """One rank's tensor file: the safetensors format, written in one sequential pass and flushed to the disk.
 
-The writer is our own, for three reasons: checksums are taken while the bytes go out (on a second thread), tensors on
-an accelerator come to the host a chunk at a time, and the file is synced before anyone relies on it. Any safetensors
-reader reads the result.
+The writer is our own, for three reasons: each block's checksum is taken just before it goes out, while it is in the
+processor's cache, tensors on an accelerator come to the host a chunk at a time, and the file is synced before anyone
+relies on it. Any safetensors reader reads the result.
 """
 
 from __future__ import annotations
@@ -11,22 +11,19 @@ import math
 import os
 import struct
 import zlib
-from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from sheer.checkpoint import plain
-from sheer.checkpoint.checksum import Checksum, of_blocks
+from sheer.checkpoint.checksum import Checksum
 from sheer.checkpoint.index import BLOCK, INLINE
 from sheer.checkpoint.shard import SAFETENSORS_CODES, Shard, as_bytes
 
 CHUNK = 8 * BLOCK
 """Bytes that are written, or read, in one go."""
-_AHEAD = 2  # chunks whose checksum may still be due; bounds the host copies of tensors on an accelerator
 
 Tensors = dict[str, dict[str, dict[str, Any]]]
 """kind -> name -> an `index.Entry` as JSON data."""
@@ -58,11 +55,11 @@ def write_shards(path: Path, shards: Sequence[Shard], *, checksum: Checksum) -> 
     if not large:
         return Written({}, tensors)
     header = _header(large)
-    with path.open("xb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
+    with path.open("xb", buffering=0) as file:
         write_fully(file.fileno(), header)
         at = len(header)
         for shard in large:
-            sums = _write_one(file.fileno(), shard.data, pool, checksum)
+            sums = _write_one(file.fileno(), shard.data, checksum)
             _add(tensors, shard, {"file": path.name, "at": at, "sums": sums})
             at += shard.data.nbytes
         os.fsync(file.fileno())
@@ -85,17 +82,14 @@ def write_fully(fd: int, data: bytes | memoryview) -> None:
         rest = rest[os.write(fd, rest) :]
 
 
-def _write_one(fd: int, data: torch.Tensor, pool: ThreadPoolExecutor, checksum: Checksum) -> list[int]:
-    """Write one tensor chunk by chunk, its checksums taken meanwhile."""
+def _write_one(fd: int, data: torch.Tensor, checksum: Checksum) -> list[int]:
+    """Write one tensor block by block; the checksum of each."""
     sums: list[int] = []
-    due: deque[Future[list[int]]] = deque()
     for chunk in _chunks(data):
-        due.append(pool.submit(of_blocks, chunk, block=BLOCK, checksum=checksum))
-        write_fully(fd, chunk)
-        if len(due) > _AHEAD:
-            sums += due.popleft().result()
-    for future in due:
-        sums += future.result()
+        for at in range(0, len(chunk), BLOCK):
+            block = chunk[at : at + BLOCK]
+            sums.append(checksum(block))
+            write_fully(fd, block)
     return sums
 
 

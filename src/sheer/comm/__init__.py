@@ -10,6 +10,7 @@ Sums only go over the wire; whoever wants a mean multiplies once afterwards.
 
 from sheer.comm.arena import Arena, Vault
 from sheer.comm.axis import Axis
+from sheer.comm.beside import Beside
 from sheer.comm.counters import Counters, Traffic
 from sheer.comm.lane import Lane
 from sheer.comm.links import CONTROL_BYTES, Link, Links, MessageCounters, Route, build_links
@@ -30,6 +31,7 @@ __all__ = [
     "CONTROL_BYTES",
     "Arena",
     "Axis",
+    "Beside",
     "Counters",
     "Finish",
     "GlooTransport",

@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore as _PrefixStore  # type: ignore[attr-defined]
 from torch.distributed import Store as _Store  # type: ignore[attr-defined]
 
-from sheer import errors
+from sheer.comm.agreement import raise_together
+from sheer.comm.beside import Beside
+from sheer.comm.groups import timeout_of
 from sheer.comm.tickets import completing
 from sheer.errors import CommError
 
@@ -61,22 +63,7 @@ class Axis:
 
     def agree(self, error: BaseException | None, *, doing: str) -> None:
         """Raise one error on every rank if any rank brings one; the message lists them all, rank by rank."""
-        if self.size == 1:
-            if error is not None:
-                raise error
-            return
-        told: list[tuple[str, str] | None] = self.gather_objects(
-            None if error is None else (type(error).__name__, str(error))
-        )
-        failed = {rank: what for rank, what in enumerate(told) if what is not None}
-        if not failed:
-            return
-        if error is not None and len(failed) == self.size and len(set(failed.values())) == 1:
-            raise error  # the same on every rank: said once, with its own type
-        listing = "\n".join(f"  rank {rank}: {name}: {message}" for rank, (name, message) in failed.items())
-        first = next(iter(failed.values()))[0]
-        known: type[errors.SheerError] = getattr(errors, first, errors.CommError)
-        raise known(f"{doing} failed on {len(failed)} of {self.size} ranks:\n{listing}") from error
+        raise_together(error, doing=doing, size=self.size, gather=self.gather_objects)
 
     def together(self, work: Callable[[], T], *, doing: str) -> T:
         """Run `work` on every rank and give its result; where it failed on any rank, raise on all."""
@@ -122,6 +109,16 @@ class Axis:
             except dist.DistStoreError:
                 missing.append(rank)
         return missing
+
+    def beside(self) -> Beside:
+        """These ranks for one thread of each beside this one. Not collective, but every rank must ask equally often."""
+        if self.group is None or self.size == 1:
+            return Beside(None, rank=0, size=1, timeout=0)
+        self._calls["beside"] += 1
+        prefix = f"sheer/{self._id}/beside/{self._calls['beside']}"
+        connection = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        store = _PrefixStore(prefix, connection)
+        return Beside(store, rank=self.rank, size=self.size, timeout=timeout_of(self.group).total_seconds())
 
     def barrier(self) -> None:
         """Wait for all ranks of the axis."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 
 import torch.distributed as dist
@@ -15,6 +16,11 @@ def own_group(
     Collective on the whole job, with equal arguments: every rank takes part in making every group, in one order. (torch
     can make one without the others only where all its members have made as many before.)
     """
-    timeout = like._get_backend(like._device_types[0]).options._timeout
-    made = [dist.new_group(list(ranks), timeout=timeout, backend=backend) for ranks in peers]
+    made = [dist.new_group(list(ranks), timeout=timeout_of(like), backend=backend) for ranks in peers]
     return next((group for group, ranks in zip(made, peers, strict=True) if dist.get_rank() in ranks), None)
+
+
+def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta:
+    """How long its ranks wait for each other."""
+    timeout: datetime.timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return timeout

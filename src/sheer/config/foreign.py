@@ -219,7 +219,7 @@ _BLOCKS = {
     "checkpoint.use_node_local_storage": _absent(_FLAG, "node-local checkpoints: use a shared path", off=(False,)),
     "checkpoint.parallel_write.pipeline_stage": _tunes(_FLAG, "Every rank writes its own pieces."),
     "checkpoint.checkpoint_serialization": _tunes(_FLAG, "Sheer writes safetensors."),
-    "checkpoint.writer": _tunes(Object(), "Sheer has one writer."),
+    "checkpoint.writer": _tunes(Object(), "Sheer has one writer; for `decoupled` saves set checkpoint.async_save."),
     "pipeline.partition": _tunes(Text(), _SPLIT),
     "pipeline.seed_layers": _tunes(_FLAG, _SPLIT),
     "pipeline.pipe_partitioned": _tunes(_FLAG, _RAW),
@@ -260,7 +260,7 @@ _BLOCKS = {
     "autotuning": _block("autotuner"),
     "expert_parallel": _block("expert parallelism"),
     "weight_quantization": _absent(Object(), "weight quantization", off=({},)),
-    "datastates_ckpt": _absent(Object(), "DataStates checkpoint engine", off=({},)),
+    "datastates_ckpt": _absent(Object(), "DataStates checkpoint engine: set checkpoint.async_save", off=({},)),
 }
 
 # DeepCompile's own switches; without `compile.deepcompile` they do nothing in DeepSpeed either.
@@ -279,7 +279,7 @@ _DEEPCOMPILE_SWITCHES = (
 
 _REMOVED = {
     "amp": _block("Apex AMP: use `bf16`, `fp16` or `torch_autocast`", fate=Fate.REMOVED),
-    "nebula": _block("Nebula checkpoint engine", fate=Fate.REMOVED),
+    "nebula": _block("Nebula checkpoint engine: set checkpoint.async_save", fate=Fate.REMOVED),
     "elasticity": _block("elasticity: a checkpoint of Sheer loads at any number of ranks", fate=Fate.REMOVED),
     "eigenvalue": _block("eigenvalue estimation (MoQ)", fate=Fate.REMOVED),
     "curriculum_learning": _block("legacy curriculum learning", fate=Fate.REMOVED),

@@ -143,6 +143,9 @@ class Checkpoint(Section):
     """What happens when ranks ask to save under different tags."""
     keep_last: Annotated[int | None, Maybe(Whole(minimum=1))] = None
     """Keep only this many of the newest checkpoints in a directory; null keeps all."""
+    async_save: OnOff = False
+    """`save_checkpoint` returns once everything is copied to host memory, and a thread writes it beside training;
+    unless the call says otherwise by `blocking`."""
     timeout_seconds: Annotated[float, Real(above=0)] = 120.0
     """How long a rank waits for the others to arrive at a save or a load before it names the missing ones."""
 
