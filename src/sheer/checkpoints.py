@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sheer import checkpoint, persist
-from sheer.errors import TornLoadError
+from sheer.errors import TornLoadError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -107,22 +107,44 @@ class CheckpointVerbs(ABC):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
+        *,
+        include: str | Sequence[str] = "*",
+        exclude: str | Sequence[str] = (),
+        rename: Mapping[str, str] | None = None,
+        reset_optimizer: bool = False,
+        load_hyperparameters: bool = True,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load `load_dir/tag` (by default what `latest` names), whatever stage, ranks or precision saved it.
 
         Collective. Returns its path and the client state; (None, None), said, where `load_dir` has no checkpoint.
         `load_module_only` takes parameters and buffers alone; `custom_load_fn(src=..., dst=module)` moves them from a
-        dict of full tensors by hand. Hyper-parameters become the checkpoint's, said where they differ. On an error
-        nothing has changed (but for what `custom_load_fn` did). Only where a disk fails between verifying and taking
-        over, TornLoadError: this engine then does nothing but load again.
+        dict of full tensors by hand. `reset_optimizer` takes no optimizer state and forgets what there is; else
+        hyper-parameters become the checkpoint's, said where they differ, unless `load_hyperparameters=False`.
+
+        `rename` says what names of the checkpoint are here, of tensors or of modules with all that is in them
+        (`{"encoder": "backbone.encoder"}`; "" is the whole model). `include` and `exclude` are globs over the names
+        here: what they leave out is not looked at, in the checkpoint or here, and, but for weights, nothing is loaded.
+
+        On an error nothing has changed (but for what `custom_load_fn` did). Only where a disk fails between verifying
+        and taking over, TornLoadError: this engine then does nothing but load again.
         """
         self._check_alive(torn=True)
+        names = checkpoint.Names(_patterns(include), _patterns(exclude), rename or {})
+        if custom_load_fn is not None and (names.partial or names.rename):
+            raise UsageError(
+                "load_checkpoint: custom_load_fn is given the whole checkpoint under its own names, so include, "
+                "exclude and rename cannot be obeyed; choose and rename inside it"
+            )
         self._end_save()
+        everything = not load_module_only and not names.partial
         wish = persist.Wish(
             strict=load_module_strict,
-            optimizer=load_optimizer_states and not load_module_only,
-            scheduler=load_lr_scheduler_states and not load_module_only,
-            run=not load_module_only,
+            names=names,
+            optimizer=load_optimizer_states and not reset_optimizer and everything,
+            reset=reset_optimizer,
+            settings=load_hyperparameters,
+            scheduler=load_lr_scheduler_states and everything,
+            run=everything,
         )
         try:
             loaded = persist.load(self._saved_parts(), load_dir, tag=tag, wish=wish, custom=custom_load_fn)
@@ -164,3 +186,7 @@ class CheckpointVerbs(ABC):
 
     @abstractmethod
     def _forget(self) -> None: ...
+
+
+def _patterns(given: str | Sequence[str]) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)

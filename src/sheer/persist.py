@@ -12,7 +12,7 @@ import torch
 
 from sheer import checkpoint
 from sheer import device as devices
-from sheer.checkpoint import Background, Index, Shard
+from sheer.checkpoint import Background, Index, Names, Shard
 from sheer.config import Config
 from sheer.errors import CheckpointError, did_you_mean
 from sheer.observe import Teller
@@ -234,7 +234,14 @@ class Wish(NamedTuple):
 
     strict: bool
     """Names must be the same in the checkpoint and here."""
+    names: Names
+    """Which tensors, and what they are called here."""
     optimizer: bool
+    """The optimizer's state."""
+    reset: bool
+    """The optimizer is to forget the state it has."""
+    settings: bool
+    """Hyper-parameters become the checkpoint's, where the optimizer's state is loaded."""
     scheduler: bool
     run: bool
     """Counters, loss scale, loader position and random state."""
@@ -254,7 +261,7 @@ def load(
     parts: SavedParts, root: str | os.PathLike[str], *, tag: str | None, wish: Wish, custom: Callable[..., Any] | None
 ) -> Loaded | None:
     """Load a checkpoint into a running engine's parts; None where there is none. Collective on all ranks."""
-    opened = _open(parts, root, tag)
+    opened = _open(parts, root, tag, wish.names)
     if opened is None:
         parts.teller.warn(f"load_checkpoint: there is no checkpoint in {root}; nothing was loaded")
         return None
@@ -264,7 +271,7 @@ def load(
     checkpoint.together(axis, doing, lambda: _check_fits(parts, opened, wish, modules))
     checkpoint.together(axis, doing, parts.plan.runtime.heed_user)
     before = _state(parts, {})
-    changed = _changed_settings(parts, opened.state) if wish.optimizer else []
+    apart = _settings_apart(parts, opened.state) if wish.optimizer else []
     try:
         checkpoint.together(axis, doing, lambda: _restore_settings(parts, opened.state, wish))
         if custom is not None:
@@ -275,11 +282,11 @@ def load(
         raise
     if wish.run:
         _restore_run(parts, opened)
-    _tell(parts, opened, changed, wish)
+    _tell(parts, opened, apart, wish)
     return Loaded(opened.index.directory, opened.state["client_state"])
 
 
-def _open(parts: SavedParts, root: str | os.PathLike[str], tag: str | None) -> _Opened | None:
+def _open(parts: SavedParts, root: str | os.PathLike[str], tag: str | None, names: Names) -> _Opened | None:
     axis, timeout = parts.plan.runtime.mesh.world, parts.config.checkpoint.timeout_seconds
     axis.assemble("load_checkpoint", timeout=timeout)
     if tag is None and not checkpoint.on_first(axis, "load_checkpoint", lambda: checkpoint.find(root) is not None):
@@ -287,7 +294,10 @@ def _open(parts: SavedParts, root: str | os.PathLike[str], tag: str | None) -> _
     index = checkpoint.open_together(root, tag, axis=axis, timeout=timeout)
 
     def read() -> _Opened:
-        return _Opened(index, checkpoint.read_state(index), checkpoint.read_rng(index, axis.rank))
+        state = checkpoint.read_state(index)
+        extra = {names.here(fqn): value for fqn, value in state["extra_state"].items()}
+        state["extra_state"] = {fqn: value for fqn, value in extra.items() if names.has(fqn)}
+        return _Opened(names.of(index), state, checkpoint.read_rng(index, axis.rank))
 
     return checkpoint.together(axis, f"loading checkpoint {index.directory}", read)
 
@@ -304,7 +314,10 @@ def _load_tensors(parts: SavedParts, index: Index, wish: Wish, *, module: bool) 
     buffers = persistent_buffers(parts.module)
     ties = {**parts.ties, **buffers.ties}
     buffer_shards, landings = wanted_buffers(buffers)
-    wanted, kinds = (wanted_params(runtime) + buffer_shards, {"param", "buffer"}) if module else ([], set[str]())
+    wanted, kinds = list[Shard](), set[str]()
+    if module:
+        wanted = [shard for shard in wanted_params(runtime) + buffer_shards if _chosen(shard.name, ties, wish.names)]
+        kinds = {"param", "buffer"}
     incoming, fresh = None, list[Shard]()
     if wish.optimizer and flat is not None:
         forms = index.facts.get("optimizer", {}).get("forms", {})
@@ -324,10 +337,16 @@ def _load_tensors(parts: SavedParts, index: Index, wish: Wish, *, module: bool) 
         allow_unexpected=not wish.strict,
         timeout=parts.config.checkpoint.timeout_seconds,
     )
-    settle(landings if module else [])
+    settle([landing for landing in landings if any(landing.flat is shard.data for shard in wanted)])
     if incoming is not None and flat is not None:
         flat.adopt(incoming)
+    elif wish.reset and flat is not None:
+        flat.adopt(flat.blank({}, {}, rank=runtime.axis.rank, world=runtime.axis.size))
     runtime.publish_all()
+
+
+def _chosen(fqn: str, ties: Mapping[str, str], names: Names) -> bool:
+    return names.has(fqn, *(alias for alias, owner in ties.items() if owner == fqn))
 
 
 def _check_fits(parts: SavedParts, opened: _Opened, wish: Wish, modules: Collection[str]) -> None:
@@ -391,7 +410,8 @@ def _restore_settings(parts: SavedParts, state: Mapping[str, Any], wish: Wish) -
     if flat is not None and (wish.optimizer or scheduled):
         for group, saved in zip(flat.base.param_groups, state.get("groups", ()), strict=False):
             # A schedule goes on from the learning rate it stood at.
-            _restore_group(group, saved if wish.optimizer else {"lr": saved["lr"]})
+            at_least = {"lr": saved["lr"]} if scheduled else {}
+            _restore_group(group, saved if wish.optimizer and wish.settings else at_least)
     if scheduled:
         parts.scheduler.load_state_dict(state["scheduler"])
     if wish.run and parts.loss_scale is not None and "loss_scale" in state:
@@ -409,14 +429,14 @@ def _restore_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
             group[key] = value
 
 
-def _changed_settings(parts: SavedParts, state: Mapping[str, Any]) -> list[str]:
-    """Hyper-parameters that this run was built with and that the checkpoint overrules, described."""
+def _settings_apart(parts: SavedParts, state: Mapping[str, Any]) -> list[str]:
+    """Hyper-parameters in which this run differs from the checkpoint, described."""
     flat = parts.plan.optimizer
     if flat is None:
         return []
     moving = _IMPLEMENTATION if parts.scheduler is None else _IMPLEMENTATION | _SCHEDULED
     return [
-        f"group {number}: {key} {mine[key]!r} -> {saved[key]!r}"
+        f"group {number}: {key} {mine[key]!r} here, {saved[key]!r} in the checkpoint"
         for number, (group, saved) in enumerate(zip(flat.base.param_groups, state.get("groups", ()), strict=False))
         for mine in [_hyperparameters(group)]
         for key in sorted(mine.keys() & saved.keys() - moving)
@@ -434,13 +454,15 @@ def _restore_run(parts: SavedParts, opened: _Opened) -> None:
         devices.set_rng_states(parts.device, opened.rng)
 
 
-def _tell(parts: SavedParts, opened: _Opened, changed: list[str], wish: Wish) -> None:
+def _tell(parts: SavedParts, opened: _Opened, apart: list[str], wish: Wish) -> None:
     """What a load did that may surprise."""
-    if changed:
+    if apart and wish.settings:
         parts.teller.warn(
-            f"load_checkpoint: the checkpoint's hyper-parameters replace this run's: {', '.join(changed)}. To keep "
-            "these, set them in engine.optimizer.param_groups now, or load with load_optimizer_states=False"
+            f"load_checkpoint: the checkpoint's hyper-parameters replace this run's: {', '.join(apart)}. To keep "
+            "this run's, load with load_hyperparameters=False, or set them in engine.optimizer.param_groups now"
         )
+    elif apart:
+        parts.teller.info(f"load_checkpoint: this run's hyper-parameters stay: {', '.join(apart)}")
     if wish.optimizer and parts.plan.optimizer is not None and "groups" not in opened.state:
         parts.teller.warn("load_checkpoint: the checkpoint has no optimizer state; the optimizer starts afresh")
     world, size = opened.index.content.world, parts.plan.runtime.mesh.world.size

@@ -8,6 +8,7 @@ from sheer.checkpoint.background import Background
 from sheer.checkpoint.folder import find, list_tags, locate, prune
 from sheer.checkpoint.index import Index
 from sheer.checkpoint.loading import LoadReport, load, load_full, open_checkpoint, open_together, read_rng, read_state
+from sheer.checkpoint.names import Names
 from sheer.checkpoint.ranks import Alone, Axis, on_first, together
 from sheer.checkpoint.reader import Reader, Request
 from sheer.checkpoint.saving import Begun, begin, finish, save
@@ -21,6 +22,7 @@ __all__ = [
     "Index",
     "Key",
     "LoadReport",
+    "Names",
     "Reader",
     "Request",
     "Shard",

@@ -1,0 +1,100 @@
+"""Which tensors of a checkpoint are to be loaded, and what they are called here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from sheer.checkpoint import plain
+from sheer.checkpoint.index import Index
+from sheer.errors import CheckpointError, did_you_mean
+
+_LISTS = ("frozen", "left_out")
+"""Facts that are lists of tensor names."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """Globs of names to load and to leave out, and other names for what is stored. Everything, as it is called, by
+    default."""
+
+    include: tuple[str, ...] = ("*",)
+    """Globs over names as they are here; a tied tensor has several names, of which one is enough."""
+    exclude: tuple[str, ...] = ()
+    rename: Mapping[str, str] = field(default_factory=dict)
+    """Stored name -> name here, of a tensor or of a module with all that is in it; "" is the model itself. The longest
+    one that fits counts."""
+
+    @property
+    def partial(self) -> bool:
+        """Whether some names may be left out."""
+        return self.include != ("*",) or bool(self.exclude)
+
+    def has(self, *names: str) -> bool:
+        """Whether a tensor of these `names` is to be loaded."""
+        return any(_matches(name, self.include) and not _matches(name, self.exclude) for name in names)
+
+    def here(self, stored: str) -> str:
+        """What the stored name `stored`, of a tensor or module, is called here."""
+        inside = [old for old in self.rename if _is_inside(stored, old)]
+        if not inside:
+            return stored
+        old = max(inside, key=len)
+        rest = stored[len(old) :].removeprefix(".") if old else stored
+        return ".".join(filter(None, (self.rename[old], rest)))
+
+    def of(self, index: Index) -> Index:
+        """`index` as if what is to be loaded were all it has, under the names here. Raises CheckpointError where a
+        pattern or a stored name fits nothing, or two tensors would have one name."""
+        if not self.partial and not self.rename:
+            return index
+        self._check_used(index)
+        ties = {self.here(alias): self.here(owner) for alias, owner in index.ties.items()}
+        names = {owner: [owner] for owner in map(self.here, _names(index))}
+        for alias, owner in ties.items():
+            names.setdefault(owner, [owner]).append(alias)
+        tensors: dict[str, dict[str, Any]] = {}
+        for key, entry in index.entries():
+            name = self.here(key.name)
+            if name in tensors.get(key.kind, {}):
+                raise CheckpointError(f"rename gives the name {name!r} to two tensors, {key.name!r} is the second.")
+            if self.has(*names[name]):
+                tensors.setdefault(key.kind, {})[name] = entry
+        stored = set[str]().union(*tensors.values())
+        self._check_found(stored, names)
+        facts = {**index.facts, "ties": {alias: owner for alias, owner in ties.items() if owner in stored}}
+        facts |= {fact: [self.here(name) for name in facts[fact]] for fact in _LISTS if fact in facts}
+        encoded = plain.encode(facts, path="facts")
+        return replace(index, content=index.content.model_copy(update={"tensors": tensors, "facts": encoded}))
+
+    def _check_used(self, index: Index) -> None:
+        stored = {*_names(index), *index.ties}
+        for old in self.rename:
+            if not any(_is_inside(name, old) for name in stored):
+                known = stored | {name[:at] for name in stored for at, sign in enumerate(name) if sign == "."}
+                raise CheckpointError(f"rename: the checkpoint has no {old!r}.{did_you_mean(old, known)}")
+
+    def _check_found(self, stored: set[str], names: Mapping[str, list[str]]) -> None:
+        known = [name for group in names.values() for name in group]
+        for pattern in self.include:
+            if not any(fnmatchcase(name, pattern) for name in known):
+                near = did_you_mean(pattern, known)
+                raise CheckpointError(f"include: no tensor of the checkpoint matches {pattern!r}.{near}")
+        if not stored:
+            patterns = f"include {list(self.include)} without {list(self.exclude)}"
+            raise CheckpointError(f"{patterns} leaves nothing of the checkpoint to load.")
+
+
+def _names(index: Index) -> set[str]:
+    return {key.name for key, _ in index.entries()}
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _is_inside(name: str, module: str) -> bool:
+    """Whether `name` is `module` or in it."""
+    return not module or name == module or name.startswith(f"{module}.")
