@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
+from functools import cache
+from itertools import pairwise
 from types import NoneType
 from typing import Any, NamedTuple, get_args
 
@@ -44,8 +49,8 @@ class Entry(NamedTuple):
     path: str
     kind: Kind
     fate: Fate
-    about: str
-    """What it does; for a key of DeepSpeed alone, why it has no effect or which feature it asks for."""
+    section: type[Section] | None
+    """Whose field it is; None for a key of DeepSpeed alone."""
     default: Any
     reader: str
     """The room that reads it; empty for a key of DeepSpeed alone."""
@@ -54,6 +59,13 @@ class Entry(NamedTuple):
     auto: bool
     """Whether "auto" may stand here."""
     required: bool
+
+    @property
+    def about(self) -> str:
+        """What it does; for a key of DeepSpeed alone, why it has no effect or which feature it asks for."""
+        if self.section is None:
+            return FOREIGN[self.path].about
+        return _docstrings(self.section)[self.path.rpartition(".")[2]]
 
     @property
     def remark(self) -> str:
@@ -104,7 +116,7 @@ def catalogue(model: type[Section]) -> Catalogue:
             path=path,
             kind=foreign.kind,
             fate=foreign.fate,
-            about=foreign.about,
+            section=None,
             default=None,
             reader="",
             off=foreign.off,
@@ -130,7 +142,7 @@ def _add_fields(model: type[Section], *, prefix: str, entries: dict[str, Entry],
             path=path,
             kind=next(item for item in field.metadata if isinstance(item, Kind)),
             fate=Fate.ACTS,
-            about=" ".join((field.description or "").split()),
+            section=model,
             default=None if required else field.default,
             reader=READERS[path.split(".")[0]],
             off=(),
@@ -138,6 +150,18 @@ def _add_fields(model: type[Section], *, prefix: str, entries: dict[str, Entry],
             auto=path in AUTO,
             required=required,
         )
+
+
+@cache
+def _docstrings(section: type[Section]) -> dict[str, str]:
+    """The docstring under each field. Read from the source when somebody asks: pydantic would do it at every import."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+    assert isinstance(body, ast.ClassDef)
+    found = {}
+    for field, below in pairwise(body.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
+            found[field.target.id] = " ".join(str(ast.literal_eval(below.value)).split())
+    return found
 
 
 def _blocks_above(path: str) -> list[str]:

@@ -25,7 +25,7 @@ DType = Literal["fp32", "bf16", "fp16"]
 class Section(BaseModel):
     """A block: frozen, closed to unknown keys, and documented by its fields' docstrings."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
 class Optimizer(Section):
