@@ -36,7 +36,7 @@ from sheer.persist import Counters
 from sheer.pipelining import Pipeline
 from sheer.shards import names_and_ties
 from sheer.surface import DeepSpeedNames
-from sheer.zero import Units, inside_backward
+from sheer.zero import Units, find_units, inside_backward
 
 
 class Parts(NamedTuple):
@@ -136,8 +136,9 @@ class Engine(BatchVerbs, CheckpointVerbs, CompileVerbs, DeepSpeedNames):
             self._compiler.set_gate(fqn, gate)
         self._arm()
 
-    def _replan(self) -> None:
-        """Parameters were frozen or unfrozen: new buckets, every state kept under its parameter's name."""
+    def _replan(self, why: str | None = None) -> None:
+        """Parameters were frozen or unfrozen, or go into other units: new buckets, every state kept under its
+        parameter's name."""
         self._runtime.heed_user()
         traffic = self.traffic
         self._plan = planning.rebuild(self._plan, self._params, **self._circumstances())
@@ -145,7 +146,8 @@ class Engine(BatchVerbs, CheckpointVerbs, CompileVerbs, DeepSpeedNames):
         self._runtime = self._plan.runtime
         self._runtime.count_on(traffic)
         self._attach()
-        self._teller.info(f"requires_grad changed: {sum(self._flags)} of {len(self._flags)} parameters train now")
+        trained = f"{sum(self._flags)} of {len(self._flags)} parameters train now"
+        self._teller.info(why or f"requires_grad changed: {trained}")
 
     # --- a micro-batch ----------------------------------------------------------------------------------------------
 
@@ -163,14 +165,27 @@ class Engine(BatchVerbs, CheckpointVerbs, CompileVerbs, DeepSpeedNames):
     def _before_forward(self) -> None:
         self._check_alive()
         self._refuse_by_hand("engine(...)")
+        self._compiler.keep_gates()
         if not torch.is_grad_enabled() or inside_backward():
             return  # evaluation may run on some ranks only, so it communicates nothing
         self._abandon_unfinished()
+        self._heed_outside()
         self._heed_unfrozen()
 
     def _abandon_unfinished(self) -> None:
         if self._runtime.running and not inside_backward():
             self._abandon("the last backward did not finish")
+
+    def _heed_outside(self) -> None:
+        """Parameters of a block that are read outside it belong to what is in no block: a new plan, between steps."""
+        names = self._runtime.gathering.read_outside
+        if not names or self._window or self._runtime.dirty:
+            return
+        self._units = find_units(self.module, self._units.blocks, outside=self._units.outside | names)
+        self._replan(
+            f"stage 3: {len(names)} parameters ({min(names)!r}, ...) are read outside the call of their block, so they "
+            "are gathered with what is in no block"
+        )
 
     def _heed_unfrozen(self) -> None:
         """Parameters that train now and did not when planned need room for gradients: a new plan, between steps.

@@ -163,17 +163,6 @@ def test_a_parameter_that_is_not_here_never_looks_like_one(tmp_path: Any) -> Non
 
 
 @pytest.mark.world_size(2)
-def test_a_parameter_read_outside_its_block_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    def peeking(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
-        return blocks[1](blocks[0](x)) * blocks[0].norm.weight
-
-    case = here()
-    engine_run(start(Deep(peeking), case), case, batches(2, size=case.global_batch))
-    said = [record for record in caplog.records if "read outside the call of its block" in record.getMessage()]
-    assert len(said) == (case.rank == 0)
-
-
-@pytest.mark.world_size(2)
 def test_a_conversion_of_sharded_parameters_is_refused() -> None:
     case = here()
     model = odd()

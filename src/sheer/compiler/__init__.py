@@ -238,6 +238,29 @@ class Compiler:
         slot.gate = gate
         slot.settle()
 
+    def keep_gates(self) -> None:
+        """Stand around what the user has compiled by `module.compile()` since a gate was set. Cheap; before a call.
+
+        Raises:
+            UsageError: a gate on a module inside it would be passed by.
+        """
+        for fqn, slot in self._slots.items():
+            if slot.gate is None:
+                continue
+            if slot.holder is not slot:
+                slot.settle()
+            if slot.users is not None:
+                self._refuse_around(fqn)
+
+    def _refuse_around(self, fqn: str) -> None:
+        inner = next((other for other, slot in self._slots.items() if slot.gate and _is_inside(other, fqn)), None)
+        if inner is not None:
+            raise UsageError(
+                f"module {fqn!r} was compiled by its own compile(), which takes {inner!r} in: parameters of "
+                f"{inner!r} are gathered around its calls (stage 3), which nothing can do inside a compiled call. "
+                "Use `compile` in the config, which compiles block by block, or compile the blocks themselves"
+            )
+
     def review(self) -> None:
         """Note what cannot be seen from inside a call: a target that the user compiled or replaced, or never called.
 
@@ -260,7 +283,7 @@ class Compiler:
     def _compile(self, fqn: str) -> Shared | None:
         """Put the compiled forward of one target in its place and give it, or note why it has none."""
         slot = self._slot(fqn)
-        if slot.holder is not None and slot.holder is not slot:
+        if (slot.holder is not None and slot.holder is not slot) or slot.users is not None:
             self._note(fqn, "it is compiled by the user's own module.compile()", _DROP_ONE)
             return None
         shared = self._forwards.share(slot.module)
@@ -301,12 +324,16 @@ class Compiler:
 
 def _refuse_inside(fqn: str, targets: tuple[str, ...]) -> None:
     """A gate on `fqn` could not do its work inside the trace of a larger target."""
-    outer = next((target for target in targets if target != fqn and (not target or fqn.startswith(target + "."))), None)
+    outer = next((target for target in targets if _is_inside(fqn, target)), None)
     if outer is not None:
         raise UsageError(
             f"module {fqn!r} lies inside the compile target {outer!r}, so nothing can be run around its calls; name "
             f"{fqn!r} (or its class) in compile.scope instead of {outer!r}"
         )
+
+
+def _is_inside(fqn: str, outer: str) -> bool:
+    return fqn != outer and (not outer or fqn.startswith(outer + "."))
 
 
 _ENABLE_ANEW = "Switch compiling off and on again: engine.uncompile(), engine.compile()."

@@ -125,6 +125,11 @@ class Slot:
         return None if module is None else module.__dict__.get(KEY)
 
     @property
+    def users(self) -> Any:
+        """What the user's own `module.compile()` has made, which is called inside the gate; None where nothing."""
+        return None if self._before is _ABSENT else self._before
+
+    @property
     def forward(self) -> Shared | None:
         """The compiled forward; None where the module runs eagerly."""
         return self._forward
@@ -175,6 +180,8 @@ class Slot:
     def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's own hooks around its forward."""
         self.called = True
+        if self._forward is None and self.users is not None:
+            return self.users(*args, **kwargs)
         if self._forward is None or _is_traced():
             return _eagerly(module, args, kwargs)
         if _has_any_global_hook():  # type: ignore[no-untyped-call]

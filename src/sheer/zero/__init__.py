@@ -3,7 +3,7 @@
 For users: `GatheredParameters`.
 """
 
-from sheer.zero.access import GatheredParameters
+from sheer.zero.access import GatheredParameters, register_external_parameter, unregister_external_parameter
 from sheer.zero.autograd import inside_backward
 from sheer.zero.flat import LOW_PRECISION, FlatBucket, Source, assemble
 from sheer.zero.runtime import Wiring, ZeroRuntime, placed_of, runtime_of
@@ -23,5 +23,7 @@ __all__ = [
     "find_units",
     "inside_backward",
     "placed_of",
+    "register_external_parameter",
     "runtime_of",
+    "unregister_external_parameter",
 ]

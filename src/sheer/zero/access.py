@@ -12,12 +12,41 @@ import torch
 from sheer.errors import UsageError
 from sheer.zero.placing import Home, Placed
 from sheer.zero.runtime import placed_of
+from sheer.zero.units import ROOT
 
 
 class _Place(NamedTuple):
     param: torch.nn.Parameter
     placed: Placed
     home: Home
+
+
+def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
+    """At stage 3, gather `parameter` with what is in no block from the next step on, whoever reads it. All ranks make
+    this call, after `initialize`.
+
+    Needed only where another *block* reads it in its own call (an error says so): what the rest of the model reads
+    outside the parameter's block is found by itself. So nothing is done for a parameter that no engine has yet, or
+    that is not sharded. `module` is DeepSpeed's argument, the one that reads it.
+    """
+    _check_external(module, parameter)
+    placed = placed_of(parameter)
+    home = None if placed is None else placed.home(parameter)
+    if placed is not None and home is not None and home.flat.plan.key.unit != ROOT:
+        placed.gathering.read_outside.add(home.flat.plan.slots[home.position].fqn)
+
+
+def unregister_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
+    """DeepSpeed's: a parameter stays where it is gathered until the next engine is built."""
+    _check_external(module, parameter)
+
+
+def _check_external(module: object, parameter: object) -> None:
+    if not isinstance(module, torch.nn.Module) or not isinstance(parameter, torch.nn.Parameter):
+        raise UsageError(
+            f"external parameters are given as (module, parameter), not as ({type(module).__name__}, "
+            f"{type(parameter).__name__})"
+        )
 
 
 @final

@@ -10,6 +10,9 @@ import torch
 
 P = ParamSpec("P")
 
+storage_of: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
+"""What is the same for all views of one memory, filled or freed."""
+
 
 def inside_backward() -> bool:
     """Whether autograd runs in this thread: a forward here is a checkpoint's second one."""

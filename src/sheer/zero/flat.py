@@ -14,6 +14,7 @@ import torch
 from sheer.device import aligned_zeros
 from sheer.errors import UsageError
 from sheer.layout import Bucket, Interval, Slot, overlap
+from sheer.zero.autograd import storage_of
 
 if TYPE_CHECKING:
     from sheer.comm import Axis, Lane, Ticket, Vault
@@ -204,6 +205,10 @@ class ShardedFlat(FlatBucket):
         self._views = views_of(self.full, plan)
         vault.free(self.full)
         blank = _blank(plan.key.dtype, device)
+        self.memory = storage_of(self.full)
+        """Storage of what parameters are views of while the bucket is whole."""
+        self.blank = storage_of(blank)
+        """Storage of the placeholder."""
         self._blanks = tuple(blank.expand(slot.shape) for slot in plan.slots)
         self._whole = False
         self._versions = 0
@@ -244,6 +249,10 @@ class ShardedFlat(FlatBucket):
     def name(self) -> str:
         """How errors call it."""
         return f"bucket {self.plan.index} ({self.plan.key.unit or 'outside blocks'}: {self.plan.slots[-1].fqn} ...)"
+
+    def name_of(self, param: torch.nn.Parameter) -> str:
+        """The name of `param`; empty where it is none of these."""
+        return next((slot.fqn for slot, own in zip(self.plan.slots, self.params, strict=True) if own is param), "")
 
     def show(self) -> None:
         """All has been gathered: parameters have their values."""

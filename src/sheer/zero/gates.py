@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, final
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import nn
 from torch.utils import _pytree
 
 from sheer.zero.gathering import Call, Gathering, Unit
+from sheer.zero.saving import Memory, begin_saving, end_saving
+from sheer.zero.units import ROOT
+
+
+class _Entered(NamedTuple):
+    """A call that is running."""
+
+    call: Call
+    paused: bool
+    """Whether parameters were watched until it began, and are not meanwhile."""
+    saving: bool
+    """Whether what autograd saves is marked."""
 
 
 @final
@@ -20,25 +34,51 @@ class UnitGate:
     def __init__(self, gathering: Gathering, units: tuple[Unit, ...]) -> None:
         self._gathering = gathering
         self._units = units
-        self._calls: list[Call] = []
+        own = frozenset(flat.memory for unit in units if unit.name != ROOT for flat in unit.flats)
+        self._memory = Memory(own, gathering.blanks)
+        self._entered: list[_Entered] = []
 
     def enter(self, inputs: Any) -> Any:
         """Before the call."""
-        self._calls.append(self._gathering.enter(self._units))
+        watched = self._gathering.outside.pause()
+        try:
+            call = self._gathering.enter(self._units)
+        except BaseException:
+            self._resume(watched)
+            raise
+        is_block = bool(self._memory.ours)
+        saving = (
+            is_block and torch.is_grad_enabled() and begin_saving(self._memory, partial(self._gathering.want, call))
+        )
+        self._entered.append(_Entered(call, watched and is_block, saving))
+        self._resume(watched and not is_block)
         return inputs
+
+    def _resume(self, watched: bool) -> None:
+        if watched:
+            self._gathering.outside.begin()
 
     def leave(self, output: Any) -> Any:
         """After the call."""
-        call = self._calls.pop()
-        self._gathering.leave(call)
-        if torch.is_grad_enabled():
-            watch(self._gathering, call, output)
+        self._end(output, follow=torch.is_grad_enabled())
         return output
 
     def abort(self) -> None:
         """Instead of `leave`, when the call raised."""
-        if self._calls:
-            self._gathering.leave(self._calls.pop())
+        if self._entered:
+            self._end(None, follow=False)
+
+    def _end(self, output: Any, *, follow: bool) -> None:
+        call, paused, saving = self._entered.pop()
+        watched = self._gathering.outside.pause() or paused
+        if saving:
+            end_saving()
+        try:
+            self._gathering.leave(call)
+            if follow:
+                watch(self._gathering, call, output)
+        finally:
+            self._resume(watched)
 
 
 @final
@@ -48,26 +88,46 @@ class ModelGate:
     def __init__(self, gathering: Gathering, units: tuple[Unit, ...]) -> None:
         self._gathering = gathering
         self._inner = UnitGate(gathering, units)
+        self._watched: list[bool] = []  # for every call that is running, whether it was in another's
 
     def enter(self, inputs: Any) -> Any:
         """Before the call."""
+        watched = self._gathering.outside.pause()
         self._gathering.begin_forward()
         try:
-            return self._inner.enter(inputs)
+            inputs = self._inner.enter(inputs)
         except BaseException:
             self._gathering.abort_forward()
+            if watched:
+                self._gathering.outside.begin()
             raise
+        self._watched.append(watched)
+        self._gathering.outside.begin()
+        return inputs
 
     def leave(self, output: Any) -> Any:
         """After the call."""
-        output = self._inner.leave(output)
-        self._gathering.end_forward()
+        with self._ending():
+            output = self._inner.leave(output)
+            self._gathering.end_forward()
         return output
 
     def abort(self) -> None:
         """Instead of `leave`, when the call raised."""
-        self._inner.abort()
-        self._gathering.abort_forward()
+        if self._watched:
+            with self._ending():
+                self._inner.abort()
+                self._gathering.abort_forward()
+
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        outside = self._gathering.outside
+        outside.end()
+        try:
+            yield
+        finally:
+            if self._watched.pop():
+                outside.begin()
 
 
 def watch(gathering: Gathering, call: Call, output: Any) -> None:

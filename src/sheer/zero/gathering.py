@@ -25,10 +25,11 @@ from typing import NamedTuple
 import torch
 
 from sheer.comm import Axis, Lane, Ticket, Vault
-from sheer.errors import CommError
+from sheer.errors import CommError, UsageError
 from sheer.zero.autograd import at_end_of_backward, inside_backward
 from sheer.zero.flat import ShardedFlat
 from sheer.zero.order import Walk, complete, merge
+from sheer.zero.outside import OutsideReads
 from sheer.zero.units import ROOT
 
 
@@ -51,6 +52,8 @@ class Unit:
     """Calls of it that are running."""
     pins: int = 0
     """How many hold it besides the passes (`GatheredParameters`)."""
+    kept: bool = False
+    """Whether it stays until the update, because a parameter was read outside its calls."""
     tickets: list[Ticket] = field(default_factory=list)
 
 
@@ -86,6 +89,17 @@ class Gathering:
         self._axis = axis
         self._lane = lane
         self._units = {name: Unit(name, tuple(f for f in flats if f.plan.key.unit == name)) for name in order}
+        self.outside = OutsideReads(self._read_outside)
+        """Active while a call of the whole module runs and none of a block."""
+        self.read_outside: set[str] = set()
+        """Parameters to move to what is in no block; equal on all ranks. After the first step: what it has read where
+        no call of a block ran."""
+        self._noticed: set[str] = set()  # such reads of the first step, on this rank
+        self.blanks = {flat.blank: flat.plan.key.unit or "no block" for flat in flats}
+        """Storage of a placeholder -> the unit it stands for."""
+        self._unit_of = {
+            id(param): unit for unit in self._units.values() for flat in unit.flats for param in flat.params
+        }
         self._order = tuple(name for name in order if name != ROOT)
         self._forward = Walk(self._order)
         self._backward = Walk(self._order[::-1])
@@ -141,7 +155,7 @@ class Gathering:
 
     def _release(self, unit: Unit) -> None:
         """Let go of a unit, unless something keeps it."""
-        if not (unit.name == ROOT or unit.depth or unit.pins or self._holding):
+        if not (unit.name == ROOT or unit.depth or unit.pins or unit.kept or self._holding):
             self._let_go(unit)
 
     def _let_go(self, unit: Unit) -> None:
@@ -184,6 +198,16 @@ class Gathering:
             return
         with suppress(CommError):  # what has failed is on its way to the user
             self.end_forward()
+
+    def _read_outside(self, param: torch.nn.Parameter) -> None:
+        """`param` is wanted where no call of a block runs."""
+        unit = self._unit_of.get(id(param))
+        if unit is None or unit.name == ROOT:
+            return
+        unit.kept = unit.kept or torch.is_grad_enabled()
+        if self.learning:
+            self._noticed.add(next(name for flat in unit.flats if (name := flat.name_of(param))))
+        self._arrive(unit)
 
     def enter(self, units: tuple[Unit, ...]) -> Call:
         """A call that needs `units` begins."""
@@ -269,6 +293,17 @@ class Gathering:
         for unit in fresh:
             self._open_up(unit)
 
+    def want(self, call: Call) -> None:
+        """What autograd has saved of `call`'s units is about to be used."""
+        if all(unit.presence is Presence.WHOLE for unit in call.units):
+            return
+        if not inside_backward():
+            raise UsageError(
+                f"what autograd saved of {call.units[0].name} cannot be looked at outside a backward: at stage 3 it is "
+                "sharded"
+            )
+        self.on_backward(call)
+
     def _reenter(self, unit: Unit, task: int) -> None:
         """A checkpoint runs its forward again. Its backward has yet to come, so the unit stays until then."""
         if not self._running:
@@ -324,6 +359,7 @@ class Gathering:
         """Shards have new values: nothing that was gathered counts any more. Collective once, after the first step."""
         self._holding = False
         for unit in self._units.values():
+            unit.kept = False
             self._let_go(unit)
         if self._records is not None and self._records[1]:
             self._agree()
@@ -331,18 +367,19 @@ class Gathering:
     def let_go_of_idle(self) -> None:
         """Free what is gathered and in no use; it is gathered again when it is. All ranks make this call."""
         for unit in self._units.values():
-            if not (unit.depth or unit.pins or unit in self._open or self._holding):
+            if not (unit.depth or unit.pins or unit.kept or unit in self._open or self._holding):
                 self._let_go(unit)
 
     def _agree(self) -> None:
         assert self._records is not None
         forward, backward = (list(dict.fromkeys(records)) for records in self._records)
-        told = self._axis.gather_objects((forward, backward))
+        told = self._axis.gather_objects((forward, backward, self._noticed))
         self._records = None
-        seen = complete(merge(r for forward, _ in told for r in forward), self._order)
+        self.read_outside.update(name for _, _, noticed in told for name in noticed)
+        seen = complete(merge(r for forward, _, _ in told for r in forward), self._order)
         self._forward = Walk(seen)
         trained = [u for u in self._order if any(flat.plan.trainable for flat in self._units[u].flats)]
-        back = merge(r for _, backward in told for r in backward)
+        back = merge(r for _, backward, _ in told for r in backward)
         self._backward = Walk(complete(back[::-1], trained)[::-1])
 
     @contextmanager

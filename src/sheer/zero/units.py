@@ -23,13 +23,17 @@ class Units(NamedTuple):
     """Every unit that has parameters, as their modules are defined; an outer block before those inside it."""
     gates: Mapping[str, tuple[str, ...]]
     """Module -> the units that a call of it needs."""
+    blocks: tuple[str, ...] = ()
+    """The modules that `find_units` was given."""
+    outside: frozenset[str] = frozenset()
+    """Parameters of blocks that belong to no unit but the model's, since they are read outside their block."""
 
 
 NO_UNITS = Units({}, (), {})
 
 
-def find_units(module: nn.Module, blocks: Sequence[str]) -> Units:
-    """Make every module named in `blocks` a unit, one inside another too."""
+def find_units(module: nn.Module, blocks: Sequence[str], *, outside: frozenset[str] = frozenset()) -> Units:
+    """Make every module named in `blocks` a unit, one inside another too, but for the parameters named in `outside`."""
     modules = dict(module.named_modules(remove_duplicate=False))
     first_name = {id(found): fqn for fqn, found in module.named_modules()}
     names = {id(modules[fqn]): first_name[id(modules[fqn])] for fqn in blocks} | {id(module): ROOT}
@@ -45,6 +49,8 @@ def find_units(module: nn.Module, blocks: Sequence[str]) -> Units:
         for param in owner._parameters.values():
             if param is not None:
                 places.setdefault(id(param), []).append(path)
+    for fqn in outside:
+        places[id(module.get_parameter(fqn))].append(ROOT)
     homes = {param: _innermost_common([enclosing(path) for path in paths]) for param, paths in places.items()}
 
     unit_of: dict[str, str] = {}
@@ -61,7 +67,8 @@ def find_units(module: nn.Module, blocks: Sequence[str]) -> Units:
     if ROOT in used and ROOT not in needs[ROOT]:
         needs[ROOT].append(ROOT)
     order = tuple(fqn for fqn in first_name.values() if fqn in used)
-    return Units(unit_of, order, {gate: tuple(sorted(units, key=order.index)) for gate, units in needs.items()})
+    gates = {gate: tuple(sorted(units, key=order.index)) for gate, units in needs.items()}
+    return Units(unit_of, order, gates, tuple(blocks), outside)
 
 
 def _innermost_common(chains: list[list[str]]) -> str:
