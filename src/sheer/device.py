@@ -48,6 +48,27 @@ def aligned_zeros(numel: int, *, dtype: torch.dtype, device: torch.device) -> to
     return roomy[shift : shift + numel]
 
 
+def pinned_zeros(numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A flat buffer in page-locked memory of the host (`device`)."""
+    return torch.zeros(numel, dtype=dtype, device=device, pin_memory=True)
+
+
+def host() -> torch.device:
+    """The machine's own memory."""
+    return torch.device("cpu")
+
+
+def is_host(device: torch.device) -> bool:
+    """Whether `device` works in the machine's own memory."""
+    return device.type == "cpu"
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until `device` has done all that it was asked to do."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 def rng_states(device: torch.device) -> dict[str, torch.Tensor]:
     """Generator states of this process: always the CPU's, and the accelerator's where there is one."""
     states = {"cpu": torch.get_rng_state()}

@@ -375,7 +375,7 @@ class Engine(BatchVerbs, CheckpointVerbs, CompileVerbs, DeepSpeedNames):
         """STEP: everything after the reduction. Stays on the device unless something must be decided on the host."""
         optimizer = self._plan.optimizer
         assert optimizer is not None
-        adopted = self._runtime.heed_user()
+        adopted = self._runtime.adopt()
         if adopted:
             self._teller.warn_once(
                 "adopted",
@@ -426,14 +426,15 @@ class Engine(BatchVerbs, CheckpointVerbs, CompileVerbs, DeepSpeedNames):
         return self._scale is not None or (self._config.bf16.enabled and self._config.bf16.check_grad_overflow)
 
     def _apply(self, optimizer: FlatOptimizer, norm: torch.Tensor, scale: float, unused: frozenset[str]) -> None:
-        grads = [grad.owned().to(grad.flat.master.dtype) for grad in self._runtime.grads]
-        runtime, factor = self._runtime, self._gradient_factor(norm, scale)
-        if runtime.gathers:
-            optimizer.update(grads, factor=factor, unused=unused, then=runtime.publish)
-            runtime.wait_gathered()
-        else:
-            optimizer.update(grads, factor=factor, unused=unused)
-            runtime.publish_all()
+        runtime = self._runtime
+        optimizer.update(
+            [grad.owned() for grad in runtime.grads],
+            factor=self._gradient_factor(norm, scale),
+            unused=unused,
+            first=runtime.absorb,
+            then=runtime.publish,
+        )
+        runtime.published()
 
     def _gradient_factor(self, norm: torch.Tensor, scale: float) -> torch.Tensor | None:
         """What clipping and the loss scale make of the gradient, as one factor; None where that is 1."""

@@ -26,6 +26,9 @@ ALIGNMENT = 128
 """Parameter starts and shard lengths are multiples of this many elements (256 bytes in the narrowest dtype), so that
 inductor, cuBLAS and flat kernels always see aligned memory."""
 
+LOW_PRECISION = frozenset({torch.bfloat16, torch.float16})
+"""Parameters of these are updated in fp32."""
+
 MAX_BUCKET_NUMEL = 2**30
 """Flat kernels index with 32 bits; a bucket stays well below unless one tensor alone is larger."""
 
@@ -91,6 +94,37 @@ STAGES: Mapping[int, Stage] = MappingProxyType(
         3: Stage(param=_S, grad=_S, optim=_S),
     }
 )
+
+
+class Place(Enum):
+    """What memory something rests in between its uses."""
+
+    DEVICE = "device"
+    """The memory of the device that trains."""
+    HOST = "host"
+    """The machine's own memory, where the optimizer then works."""
+    FILES = "files"
+    """Files on a local disk, mapped into the machine's memory where they are worked on."""
+
+
+class Places(NamedTuple):
+    """The last column of the placement table, for each of the three that it places."""
+
+    param: Place = Place.DEVICE
+    """Of sharded parameters at rest; what computes is on the device."""
+    grad: Place = Place.DEVICE
+    """Of the reduced gradient, where it is sharded; autograd accumulates on the device."""
+    optim: Place = Place.DEVICE
+    """Of the masters and the optimizer's state, which are updated where they are."""
+
+
+ON_DEVICE = Places()
+
+
+def places(stage: Stage, *, param: Place, optim: Place) -> Places:
+    """Where things rest: as asked, and sharded gradients on the host where the optimizer works there."""
+    away = optim is not Place.DEVICE and stage.grad is Placement.SHARDED
+    return Places(param, Place.HOST if away else Place.DEVICE, optim)
 
 
 class ParamSpec(NamedTuple):
@@ -215,6 +249,7 @@ class Layout:
     stage: Stage
     world: int
     buckets: tuple[Bucket, ...]
+    places: Places = ON_DEVICE
 
     def owned(self, bucket: Bucket, rank: int) -> Interval:
         """What `rank` updates of `bucket`: all of it where the optimizer is replicated, else its shard."""
@@ -224,8 +259,33 @@ class Layout:
 
     @property
     def shards_params(self) -> bool:
-        """Whether no rank holds whole parameters at rest, so that they are gathered before use."""
-        return self.stage.param is Placement.SHARDED and self.world > 1
+        """Whether no rank has whole parameters at rest on its device, so that they are gathered before use."""
+        elsewhere = self.world > 1 or self.places.param is not Place.DEVICE
+        return self.stage.param is Placement.SHARDED and elsewhere
+
+    def has_master(self, bucket: Bucket) -> bool:
+        """Whether what the optimizer updates of `bucket` is a tensor of its own: in fp32 beside low-precision
+        parameters, and where parameters rest in another place."""
+        at = self.places.param if self.shards_params else Place.DEVICE
+        return bucket.trainable and (bucket.key.dtype in LOW_PRECISION or at is not self.places.optim)
+
+    def master_dtype(self, bucket: Bucket) -> torch.dtype:
+        """What the optimizer updates `bucket` in."""
+        return torch.float32 if bucket.key.dtype in LOW_PRECISION else bucket.key.dtype
+
+    def nbytes(self) -> dict[str, tuple[Place, int]]:
+        """The bytes that one rank keeps between steps, and where: of parameters, gradients, and masters besides them.
+        The optimizer's state is where the masters are; how much it is only the optimizer knows."""
+        share = {_R: 1, _P: 1, _S: self.world}
+        param = grad = master = 0
+        for bucket in self.buckets:
+            param += bucket.numel * bucket.key.dtype.itemsize // (share[self.stage.param] if self.shards_params else 1)
+            if bucket.trainable:
+                grad += bucket.numel * bucket.key.grad_dtype.itemsize // share[self.stage.grad]
+            if self.has_master(bucket):
+                master += bucket.numel * self.master_dtype(bucket).itemsize // share[self.stage.optim]
+        at = self.places.param if self.shards_params else Place.DEVICE
+        return {"param": (at, param), "grad": (self.places.grad, grad), "master": (self.places.optim, master)}
 
     def digest(self) -> str:
         """A short fingerprint; equal on all ranks of a healthy run."""
@@ -234,6 +294,8 @@ class Layout:
     def __str__(self) -> str:
         row = "param {} grad {} optim {}".format(*(placement.value for placement in self.stage))
         lines = [f"{row} over {self.world} ranks, {len(self.buckets)} buckets"]
+        kept = [f"{what} {nbytes / 1e6:,.1f} MB {at.value}" for what, (at, nbytes) in self.nbytes().items()]
+        lines.append(f"a rank keeps {', '.join(kept)} (and the optimizer's state there)")
         for bucket in self.buckets:
             dtype = str(bucket.key.dtype).removeprefix("torch.")
             group = "frozen" if bucket.key.group is None else f"group {bucket.key.group}"
@@ -257,7 +319,7 @@ def bucket_limit(total_numel: int, upper: int) -> int:
     return max(1, min(max(total_numel // 8, 2**20), 40 * 10**6, upper, MAX_BUCKET_NUMEL))
 
 
-def plan(params: Sequence[ParamSpec], *, stage: Stage, world: int, limit: int) -> Layout:
+def plan(params: Sequence[ParamSpec], *, stage: Stage, world: int, limit: int, places: Places = ON_DEVICE) -> Layout:
     """Place `params` (in order of use) into buckets of at most `limit` elements, in reverse order of use.
 
     A parameter larger than `limit` has a bucket of its own. Pure and deterministic: every rank that passes the same
@@ -282,7 +344,7 @@ def plan(params: Sequence[ParamSpec], *, stage: Stage, world: int, limit: int) -
     # What is in no unit is used all over the model, so its gradients are complete last.
     split = any(spec.unit for spec in params)
     closed.sort(key=lambda item: (split and not item[0].unit, max(order[spec.fqn] for spec in item[1])))
-    return Layout(stage, world, tuple(_lay_out(i, key, specs, world) for i, (key, specs) in enumerate(closed)))
+    return Layout(stage, world, tuple(_lay_out(i, key, specs, world) for i, (key, specs) in enumerate(closed)), places)
 
 
 def _lay_out(index: int, key: BucketKey, specs: Iterable[ParamSpec], world: int) -> Bucket:

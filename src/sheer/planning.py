@@ -9,27 +9,27 @@ import torch
 
 from sheer import layout as layouts
 from sheer import restate
-from sheer.comm import Axis, Mesh
+from sheer.comm import Axis, Depot, Depots, DeviceMemory, Files, HostMemory, Mesh
 from sheer.compiler import find_blocks, pick
 from sheer.config import Config
+from sheer.config.sections import OffloadOptimizer, OffloadParam
 from sheer.errors import ConfigError, UsageError
-from sheer.layout import Layout, ParamSpec, Placement, Split
+from sheer.layout import LOW_PRECISION, Layout, ParamSpec, Place, Placement, Split
 from sheer.optim.flat import (
     MASTER,
     FlatOptimizer,
     Master,
     SavedState,
-    StateForm,
     StatePiece,
-    as_tensor,
     cannot_shard,
-    form_of,
     needs_whole_tensors,
 )
+from sheer.optim.forms import StateForm, as_tensor, form_of
 from sheer.statistics import Census, take
-from sheer.zero import LOW_PRECISION, NO_UNITS, ROOT, Source, Units, Wiring, ZeroRuntime, find_units
+from sheer.zero import NO_UNITS, ROOT, Source, Units, Wiring, ZeroRuntime, find_units
 
 WHOLE = Split()
+PLACES = {"none": Place.DEVICE, "cpu": Place.HOST, "nvme": Place.FILES}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -78,7 +78,10 @@ def make_layout(
     upper = min(section.reduce_bucket_size, layouts.MAX_BUCKET_NUMEL)
     # A unit is gathered in one piece if it may be, so its buckets are not cut smaller for the backward's sake.
     limit = upper if units.order else layouts.bucket_limit(sum(spec.numel for spec in specs), upper)
-    return layouts.plan(specs, stage=layouts.STAGES[section.stage], world=world, limit=limit)
+    stage = layouts.STAGES[section.stage]
+    asked = PLACES[section.offload_param.device], PLACES[section.offload_optimizer.device]
+    places = layouts.places(stage, param=asked[0], optim=asked[1])
+    return layouts.plan(specs, stage=stage, world=world, limit=limit, places=places)
 
 
 def make_units(module: torch.nn.Module, *, config: Config, targets: Sequence[str], mesh: Mesh) -> Units:
@@ -96,7 +99,7 @@ def make_units(module: torch.nn.Module, *, config: Config, targets: Sequence[str
             f"zero_optimization.stage={section.stage} under a pipeline of {mesh.stages} stages is not there yet; "
             "use 0, 1 or 2"
         )
-    if mesh.data.size == 1:
+    if mesh.data.size == 1 and PLACES[section.offload_param.device] is Place.DEVICE:
         return NO_UNITS
     named = section.blocks
     blocks = pick(module, named, key="zero_optimization.blocks") if named is not None else find_blocks(module)
@@ -167,10 +170,11 @@ def build(
         and needs_whole_tensors(base)
     ):
         raise cannot_shard(base)  # before the model is touched
-    runtime = _make_runtime(layout, params, config=config, mesh=mesh, device=device, units=units)
+    depots = mesh.world.together(lambda: _make_depots(layout, config, device), doing="sheer.initialize: offload")
+    runtime = _make_runtime(layout, params, config=config, mesh=mesh, device=device, units=units, depots=depots)
     if base is None:
         return Plan(layout, runtime, None, census)
-    optimizer = FlatOptimizer(base, _masters(runtime))
+    optimizer = _make_optimizer(base, runtime, depots)
     if given:
         _hand_over(optimizer, given, mesh.data)
     return Plan(layout, runtime, optimizer, census)
@@ -228,16 +232,44 @@ def _make_runtime(
     mesh: Mesh,
     device: torch.device,
     units: Units,
+    depots: Depots,
     source: Source | None = None,
 ) -> ZeroRuntime:
     wire = config.communication_data_type
     prescale = 1.0 / config.gradient_predivide_factor if config.prescale_gradients else 1.0
     wiring = Wiring(None if wire is None else DTYPES[wire], prescale)
-    return ZeroRuntime(layout, params, mesh=mesh, device=device, wiring=wiring, units=units, source=source)
+    return ZeroRuntime(
+        layout, params, mesh=mesh, device=device, wiring=wiring, depots=depots, units=units, source=source
+    )
 
 
-def _masters(runtime: ZeroRuntime) -> list[Master]:
-    return [Master(grad.flat.plan, grad.flat.owned, grad.flat.master) for grad in runtime.grads]
+def _make_depots(layout: Layout, config: Config, device: torch.device) -> Depots:
+    """What the places of a layout are on this machine."""
+    zero = config.zero_optimization
+
+    def depot(place: Place, section: OffloadOptimizer | OffloadParam, key: str) -> Depot:
+        if place is Place.DEVICE:
+            return DeviceMemory(device)
+        if place is Place.HOST:
+            return HostMemory(device, pinned=section.pin_memory)
+        assert section.nvme_path is not None, "the config has been checked"
+        return Files(section.nvme_path, key=f"zero_optimization.{key}.nvme_path")
+
+    param, grad, optim = layout.places
+    return Depots(
+        param=depot(param, zero.offload_param, "offload_param"),
+        grad=depot(grad, zero.offload_optimizer, "offload_optimizer"),
+        optim=depot(optim, zero.offload_optimizer, "offload_optimizer"),
+    )
+
+
+def _make_optimizer(
+    base: torch.optim.Optimizer, runtime: ZeroRuntime, depots: Depots, *, given: list[list[torch.Tensor]] | None = None
+) -> FlatOptimizer:
+    masters = [Master(grad.flat.plan, grad.flat.owned, grad.flat.master) for grad in runtime.grads]
+    # Where results travel at once, or not all can be in memory, the update goes bucket by bucket.
+    in_parts = runtime.gathers or runtime.layout.places.optim is not Place.DEVICE
+    return FlatOptimizer(base, masters, depot=depots.optim, in_parts=in_parts, given=given)
 
 
 def rebuild(
@@ -266,12 +298,20 @@ def rebuild(
     forms = {} if optimizer is None else merged_forms(optimizer, axis)
     old.runtime.remove_hooks()
     old.runtime.gathering.close()
+    depots = old.runtime.depots
     runtime = _make_runtime(
-        layout, params, config=config, mesh=mesh, device=device, units=units, source=old.runtime.placed.whole_value
+        layout,
+        params,
+        config=config,
+        mesh=mesh,
+        device=device,
+        units=units,
+        depots=depots,
+        source=old.runtime.placed.whole_value,
     )
     if optimizer is None:
         return Plan(layout, runtime, None, census)
-    renewed = FlatOptimizer(optimizer.base, _masters(runtime), given=optimizer.given)
+    renewed = _make_optimizer(optimizer.base, runtime, depots, given=optimizer.given)
     saved = restate.saved_states(offers)
     trained = {slot.fqn for bucket in layout.buckets if bucket.trainable for slot in bucket.slots}
     with_master = {fqn for fqn in trained if saved.get(fqn, {}).pop(MASTER, None) is not None}

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 
 from sheer.checkpoint import Index, Key, Shard
-from sheer.layout import Split
-from sheer.optim.flat import FlatOptimizer, SavedState, StateForm, StatePiece
-from sheer.zero import LOW_PRECISION, FlatBucket, ZeroRuntime
+from sheer.layout import LOW_PRECISION, Split
+from sheer.optim.flat import FlatOptimizer, SavedState, StatePiece
+from sheer.optim.forms import StateForm
+from sheer.zero import FlatBucket, ZeroRuntime
 
 OPTIM = "optim."
 

@@ -96,7 +96,7 @@ def gather(
     given, one number is read from the device.
     """
     device = runtime.arena.device
-    norms = [_norm(grad.counted()).to(census.dtype) for grad in runtime.grads if runtime.counts(grad.flat.plan)]
+    norms = [_norm(grad.counted()).to(device, census.dtype) for grad in runtime.grads if runtime.counts(grad.flat.plan)]
     square_sum = torch.stack(norms or [torch.zeros((), dtype=census.dtype, device=device)]).square_().sum()
     loss_sum = square_sum.new_zeros(())
     if losses:

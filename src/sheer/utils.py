@@ -8,7 +8,7 @@ import torch
 
 from sheer import restate
 from sheer.errors import UsageError, did_you_mean
-from sheer.optim.flat import StateForm
+from sheer.optim.forms import StateForm
 from sheer.zero import assemble, runtime_of
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
         return None
     engine, grad, index = found
     grad.flat.adopt()
+    grad.flat.notice_writes()
     grad.flat.absorb()
     return _full(engine, grad, index, grad.flat.master).float()
 
@@ -125,7 +126,8 @@ def _used_anywhere(engine: Engine, grad: BucketGrad, index: int) -> bool:
 
 def _full(engine: Engine, grad: BucketGrad, index: int, owned: torch.Tensor) -> torch.Tensor:
     """The whole of parameter `index`, put together from every rank's `owned` part of its bucket."""
-    return assemble(grad.flat.plan, index, owned, owned=grad.flat.owned, axis=engine.axis)
+    flat = grad.flat
+    return assemble(flat.plan, index, owned, owned=flat.owned, axis=engine.axis, device=engine.device)
 
 
 def _write(grad: BucketGrad, index: int, owned: torch.Tensor, value: torch.Tensor) -> None:

@@ -120,7 +120,8 @@ DEFAULTS: dict[str, Any] = {
 
 def test_deepspeeds_defaults_spelled_out_are_accepted_and_listed() -> None:
     config = Config.load(DEFAULTS)
-    assert "zero_optimization.offload_optimizer.device" in config.without_effect
+    assert "zero_optimization.offload_optimizer.pipeline_read" not in config.without_effect
+    assert config.zero_optimization.offload_optimizer.device == "none"
     assert config.without_effect["zero_optimization.sub_group_size"].startswith("without effect: ")
     assert all(sentence.endswith(".") for sentence in config.without_effect.values())
 
@@ -225,10 +226,12 @@ def test_what_the_integrations_write_is_accepted(client: str) -> None:
     ("given", "said"),
     [
         (
-            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-            r'^config: 1 problem:\n  - zero_optimization\.offload_optimizer\.device: "cpu" asks for DeepSpeed\'s '
-            r'offload .*, which Sheer does not have\. Remove it or set it to "none"\.$',
+            {"zero_optimization": {"offload_optimizer": {"super_offload": True}}},
+            r"^config: 1 problem:\n  - zero_optimization\.offload_optimizer\.super_offload: true asks for DeepSpeed's "
+            r"SuperOffload, which Sheer does not have\. Remove it or set it to false\.$",
         ),
+        ({"zero_optimization": {"cpu_offload": True}}, r"use `zero_optimization\.offload_optimizer\.device`"),
+        ({"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}}, r"ratio: 0\.5 .*Twin-Flow.* to 1\."),
         ({"flops_profiler": {"enabled": True}}, r"flops_profiler\.enabled: true .* Instead, use torch\.profiler\."),
         ({"autotuning": {"enabled": True}}, r'autotuning: .* set it to \{"enabled": false\}\.'),
         ({"autotuning": {"enabled": "no"}}, r"autotuning: .* asks for DeepSpeed's autotuner"),

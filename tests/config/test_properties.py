@@ -100,6 +100,11 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     assume(len(precisions) <= 1)
     fp16 = config.get("fp16", {})
     assume(fp16.get("min_loss_scale", 1) <= 2 ** fp16.get("initial_scale_power", 16))
+    zero = config.get("zero_optimization", {})
+    for name in ("offload_optimizer", "offload_param"):
+        section = zero.get(name, {})
+        assume(section.get("device") != "nvme" or section.get("nvme_path") not in (None, "auto"))
+    assume(zero.get("offload_param", {}).get("device", "none") in ("none", "auto") or zero.get("stage") == 3)
     assume("backend" not in config.get("compile", {}).get("kwargs", {}))
     return config
 

@@ -12,6 +12,8 @@ from sheer.comm.arena import Arena, Vault
 from sheer.comm.axis import Axis
 from sheer.comm.beside import Beside
 from sheer.comm.counters import Counters, Traffic
+from sheer.comm.depots import Depot, Depots, DeviceMemory, HostMemory
+from sheer.comm.files import Files
 from sheer.comm.lane import Lane
 from sheer.comm.links import CONTROL_BYTES, Link, Links, MessageCounters, Route, build_links
 from sheer.comm.mesh import (
@@ -33,8 +35,13 @@ __all__ = [
     "Axis",
     "Beside",
     "Counters",
+    "Depot",
+    "Depots",
+    "DeviceMemory",
+    "Files",
     "Finish",
     "GlooTransport",
+    "HostMemory",
     "Lane",
     "Link",
     "Links",

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 def contradictions(config: Config) -> list[str]:
     """One sentence for each pair of settings in `config` that cannot both hold."""
-    problems = [*_precision(config), *_class_arguments(config)]
+    problems = [*_precision(config), *_class_arguments(config), *_offload(config)]
     if "backend" in config.compile.kwargs:
         problems.append("compile.kwargs.backend: the backend is a key of its own; move it to 'compile.backend'.")
     return problems
@@ -42,3 +42,20 @@ def _class_arguments(config: Config) -> list[str]:
     if config.optimizer is not None and "max_grad_norm" in config.optimizer.params:
         return ["optimizer.params.max_grad_norm: gradients are clipped by the top-level key 'gradient_clipping'."]
     return []
+
+
+def _offload(config: Config) -> list[str]:
+    problems = []
+    zero = config.zero_optimization
+    for name, section in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
+        if section.device == "nvme" and section.nvme_path is None:
+            problems.append(
+                f'zero_optimization.{name}.nvme_path: the device "nvme" needs a directory on a local disk. '
+                'Give one, or choose the device "cpu".'
+            )
+    if zero.offload_param.device != "none" and zero.stage != 3:
+        problems.append(
+            f"zero_optimization.offload_param.device is {zero.offload_param.device!r}, but parameters are whole on "
+            f'every rank at stage {zero.stage}. Set zero_optimization.stage to 3, or the device to "none".'
+        )
+    return problems

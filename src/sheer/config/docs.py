@@ -37,10 +37,14 @@ def render() -> str:
     top = [entry for entry in own if "." not in entry.path]
     parts = [_HEAD, "## Top level\n", *_fields(top)]
     for block, about in catalogue.blocks.items():
-        inside = [entry for entry in own if entry.path.startswith(f"{block}.")]
+        inside = [entry for entry in own if entry.path.rpartition(".")[0] == block]
         if inside:
             names = "".join(f" (or `{alias}`)" for alias, name in ALIASES.items() if name == block)
-            parts += [f"\n## `{block}`{names}\n", f"{about} Read by: {READERS[block]}.\n", *_fields(inside)]
+            parts += [
+                f"\n## `{block}`{names}\n",
+                f"{about} Read by: {READERS[block.partition('.')[0]]}.\n",
+                *_fields(inside),
+            ]
     parts += [*_auto(), *_differences(), *_without_effect(catalogue), *_refused(catalogue)]
     return "\n".join(parts) + "\n"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from sheer.config.foreign import DIFFERENCES, Fate
@@ -31,7 +32,7 @@ def explain(config: Config) -> list[Row]:
         if entry.fate is not Fate.ACTS:
             continue
         block, _, name = path.rpartition(".")
-        holder = getattr(config, block) if block else config
+        holder = attrgetter(block)(config) if block else config
         if holder is not None:
             rows.append(Row(path, getattr(holder, name), _source(config, path), entry.reader, _remark(config, path)))
         elif entry.required:  # once for a whole section that is not there

@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any, NamedTuple
 
-from sheer.config.kinds import Anything, Choice, Flag, Kind, Maybe, Names, Object, Real, Text, Whole
+from sheer.config.kinds import Anything, Flag, Kind, Maybe, Names, Object, Real, Text, Whole
 
 
 class Fate(Enum):
@@ -58,7 +58,6 @@ def _removed(kind: Kind, feature: str, *, off: tuple[Any, ...]) -> Foreign:
 _FLAG = Flag()
 _COUNT = Whole(minimum=0, exponent=True)
 _ANY_WHOLE = Whole(exponent=True)
-_DEVICE = Choice(("none", "cpu", "nvme"))
 
 _BUCKETS = "Sheer's buckets have one layout, and always overlap their reduction with the backward."
 _STAGE3 = "It tunes how DeepSpeed gathers parameters; Sheer gathers one block, and the next one ahead of it."
@@ -67,8 +66,9 @@ _LIVE = "Two blocks are whole at a time, and what is in no block."
 _MUON = "It tunes Muon at DeepSpeed's stage 3."
 _LEAF = "Whole blocks are gathered; `zero_optimization.blocks` names them."
 _SAVING = "A checkpoint holds shards, from which whole tensors are read; engine.full_state_dict gathers them."
-_OFFLOAD = "offload to CPU or NVMe (it arrives with a later release)"
-_NVME = "It tunes offload, which arrives with a later release."
+_OFFLOAD = "old spelling of offload: use `zero_optimization.%s.device`"
+_NVME = "Files are mapped into memory: the kernel reads ahead, writes behind and chooses the sizes."
+_RATIO = "update of a part on the device and the rest on the host (Twin-Flow)"
 _SPLIT = "The module decides it where it is built: pass it to PipelineModule."
 _RAW = "Stages send each other whole tensors; there is no tensor parallelism whose ranks could share them."
 _TENSOR_PARALLEL = "It tunes tensor parallelism, which Sheer does not have."
@@ -148,26 +148,20 @@ _ZERO = {
     "zero_quantized_nontrainable_weights": _absent(_FLAG, f"{_ZEROPP} quantized weights", off=(False,)),
     "zero_quantized_gradients": _absent(_FLAG, f"{_ZEROPP} quantized gradients", off=(False,)),
     "zenflow": _absent(Object(), "ZenFlow", off=()),
-    "cpu_offload": _absent(_FLAG, _OFFLOAD, off=(False,)),
-    "cpu_offload_param": _absent(_FLAG, _OFFLOAD, off=(False,)),
-    "cpu_offload_use_pin_memory": _tunes(_FLAG, _NVME),
+    "cpu_offload": _absent(_FLAG, _OFFLOAD % "offload_optimizer", off=(False,)),
+    "cpu_offload_param": _absent(_FLAG, _OFFLOAD % "offload_param", off=(False,)),
+    "cpu_offload_use_pin_memory": _tunes(_FLAG, "`zero_optimization.offload_optimizer.pin_memory` decides it."),
     "stage3_gather_fp16_weights_on_model_save": _tunes(_FLAG, _SAVING),
-    "offload_param.device": _absent(_DEVICE, _OFFLOAD, off=("none",)),
-    "offload_param.nvme_path": _tunes(Text(), _NVME),
     "offload_param.buffer_count": _tunes(_COUNT, _NVME),
     "offload_param.buffer_size": _tunes(_COUNT, _NVME),
-    "offload_param.max_in_cpu": _tunes(_COUNT, _NVME),
-    "offload_param.pin_memory": _tunes(_FLAG, _NVME),
-    "offload_optimizer.device": _absent(_DEVICE, _OFFLOAD, off=("none",)),
-    "offload_optimizer.nvme_path": _tunes(Text(), _NVME),
+    "offload_param.max_in_cpu": _tunes(_COUNT, "All of them rest where `device` says."),
     "offload_optimizer.buffer_count": _tunes(_COUNT, _NVME),
-    "offload_optimizer.pin_memory": _tunes(_FLAG, _NVME),
     "offload_optimizer.pipeline_read": _tunes(_FLAG, _NVME),
     "offload_optimizer.pipeline_write": _tunes(_FLAG, _NVME),
     "offload_optimizer.fast_init": _tunes(_FLAG, _NVME),
-    "offload_optimizer.ratio": _tunes(Real(minimum=0), _NVME),
+    "offload_optimizer.ratio": _absent(Real(minimum=0), _RATIO, off=(1, 1.0)),
     "offload_optimizer.super_offload": _absent(_FLAG, "SuperOffload", off=(False,)),
-    "offload_optimizer.cpuadam_cores_perc": _tunes(Real(minimum=0), _NVME),
+    "offload_optimizer.cpuadam_cores_perc": _tunes(Real(minimum=0), "torch.set_num_threads decides it."),
     "mics_shard_size": _removed(_ANY_WHOLE, "MiCS", off=(-1,)),
     "mics_hierarchical_params_gather": _removed(_FLAG, "MiCS", off=(False,)),
     "zeropp_loco_param": _removed(Object(), "LoCo-ZeRO++", off=({},)),

@@ -98,6 +98,34 @@ class DataTypes(Section):
     fp32."""
 
 
+DEVICES = Choice(("none", "cpu", "nvme"))
+Device = Literal["none", "cpu", "nvme"]
+
+
+class OffloadOptimizer(Section):
+    """Where fp32 masters and optimizer state rest, and are updated. At any stage."""
+
+    device: Annotated[Device, DEVICES] = "none"
+    """"none": the training device. "cpu": host memory, as do sharded gradients. "nvme": files, which are mapped into
+    memory bucket by bucket; gradients in host memory."""
+    nvme_path: Annotated[str | None, Maybe(Text(filled=True))] = None
+    """With "nvme": a directory on a local disk. The files in it have no names, so nothing is left of them, however a
+    run ends."""
+    pin_memory: OnOff = True
+    """With "cpu": put masters and gradients in page-locked memory, where the training device is not the CPU."""
+
+
+class OffloadParam(Section):
+    """Where the parameters' shards rest at stage 3."""
+
+    device: Annotated[Device, DEVICES] = "none"
+    """"none": the training device. "cpu": host memory. "nvme": files, which are mapped into memory for a gather."""
+    nvme_path: Annotated[str | None, Maybe(Text(filled=True))] = None
+    """With "nvme": a directory on a local disk, as `offload_optimizer.nvme_path`."""
+    pin_memory: OnOff = True
+    """With "cpu": page-locked memory, where the training device is not the CPU."""
+
+
 class ZeroOptimization(Section):
     """What is sharded over the data-parallel ranks."""
 
@@ -113,6 +141,8 @@ class ZeroOptimization(Section):
     """At stage 3, what is gathered at once: modules of these class names, or whose names match these globs, one
     inside another too. null: the model's repeated blocks. What is in none of them stays from its first use to the
     update."""
+    offload_optimizer: OffloadOptimizer = OffloadOptimizer()
+    offload_param: OffloadParam = OffloadParam()
 
 
 class Compile(Section):

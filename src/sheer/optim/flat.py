@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from math import prod
@@ -19,8 +19,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sheer import device as devices
+from sheer.comm import Depot, DeviceMemory
 from sheer.errors import UsageError
 from sheer.layout import Bucket, Interval, Slot, overlap
+from sheer.optim.forms import StateForm, as_tensor, form_of
+from sheer.optim.lion import Lion
+from sheer.optim.paging import BucketPaging, NoPaging, Paging
 
 _ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     {
@@ -35,6 +40,7 @@ _ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
         torch.optim.RMSprop,
         torch.optim.Rprop,
         torch.optim.SGD,
+        Lion,
     }
 )
 
@@ -52,19 +58,6 @@ class Master(NamedTuple):
     bucket: Bucket
     owned: Interval
     tensor: torch.Tensor
-
-
-class StateForm:
-    """How one kind of optimizer state relates to its parameter (values of `FlatOptimizer.forms`)."""
-
-    ELEMENT = "element"
-    """One value per element of the parameter; sharded with it."""
-    SCALAR = "scalar"
-    """One 0-d tensor per parameter, e.g. Adam's step."""
-    WHOLE = "whole"
-    """A tensor of its own shape per parameter, e.g. Adafactor's row statistics."""
-    NUMBER = "number"
-    """A Python number per parameter."""
 
 
 class StatePiece(NamedTuple):
@@ -119,9 +112,21 @@ def _mixes_elements(base: torch.optim.Optimizer, group: Mapping[str, Any]) -> bo
     return not torch.allclose(whole.reshape(-1), torch.cat(halves), rtol=1e-5, atol=1e-7)
 
 
+def expected_state(base: torch.optim.Optimizer, group: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The per-element state that `base` will make for the parameters of a group, found by trying: what it is kept in,
+    by key. Empty where it cannot be tried."""
+    tensor = torch.zeros(6, dtype=dtype)
+    try:
+        state = _try_steps(base, base.param_groups[group], tensor, [torch.ones_like(tensor)])
+    except Exception:
+        return {}
+    return {key: value.dtype for key, value in state.items() if form_of(value, tensor) == StateForm.ELEMENT}
+
+
 def _try_steps(
     base: torch.optim.Optimizer, group: Mapping[str, Any], tensor: torch.Tensor, grads: list[torch.Tensor]
-) -> None:
+) -> dict[str, Any]:
+    """The state of `tensor` after steps with `grads`."""
     trial = copy.copy(base)
     options = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
     if "lr" in options:  # a warmup may just have set it to 0, and then nothing would be seen
@@ -133,6 +138,7 @@ def _try_steps(
     for grad in grads:
         tensor.grad = grad.clone()
         type(base).step(trial)
+    return dict(trial.state[tensor])
 
 
 def _state_at_the_start(base: torch.optim.Optimizer, group: Mapping[str, Any], like: torch.Tensor) -> dict[str, Any]:
@@ -165,10 +171,19 @@ class FlatOptimizer:
         base: torch.optim.Optimizer,
         masters: Sequence[Master],
         *,
+        depot: Depot | None = None,
+        in_parts: bool = False,
         given: list[list[torch.Tensor]] | None = None,
     ) -> None:
+        """`depot` is where the masters rest, and the state is to; by default the memory that they are in. `in_parts`
+        asks for masters to be updated one by one, where the optimizer can."""
         self.base = base
         self.masters = tuple(masters)
+        here = self.masters[0].tensor.device if self.masters else devices.host()
+        self.depot: Depot = DeviceMemory(here) if depot is None else depot
+        self.device = self.depot.device
+        self._in_parts = in_parts
+        self._paging: Paging = BucketPaging(self, self._expected) if self.depot.paged else NoPaging()
         self.whole_tensors = needs_whole_tensors(base)
         if self.whole_tensors and any(master.owned.numel != master.bucket.numel for master in self.masters):
             raise cannot_shard(base)
@@ -179,6 +194,10 @@ class FlatOptimizer:
         self._parked_forms: dict[str, str] = {}
         base.state.clear()
         self._set_runs([run for index in range(len(self.masters)) for run in self._first_runs(index)])
+
+    def _expected(self, index: int) -> dict[str, torch.dtype]:
+        master = self.masters[index]
+        return expected_state(self.base, master.bucket.key.group or 0, master.tensor.dtype)
 
     def _first_runs(self, index: int) -> Iterator[Run]:
         master = self.masters[index]
@@ -207,61 +226,81 @@ class FlatOptimizer:
         *,
         factor: torch.Tensor | None = None,
         unused: Collection[str] = (),
+        first: Callable[[int], None] | None = None,
         then: Callable[[int], None] | None = None,
     ) -> None:
-        """One optimizer step with `factor` (0-d; clipping and loss scale) times `grads` (one per master: [owned], its
-        dtype, overwritten); parameters in `unused` keep still.
+        """One optimizer step with `factor` (0-d; clipping and loss scale) times `grads` (one per master: [owned], may
+        be overwritten); parameters in `unused` keep still.
 
-        With `then`, masters are updated one by one in order of use, and it is called with the index of each that is
-        done, so that its result can travel while the next is computed. An optimizer of the user's, or one with step
-        hooks, steps once all the same: its step may count, or look at all parameters.
+        `first` is called with the index of each master before it is updated, `then` after that, so that its result can
+        travel while the next is computed. Masters are updated one by one in order of use. An optimizer of the user's,
+        or one with step hooks, steps once all the same: its step may count, or look at all parameters.
         """
         if unused:
             self._isolate(frozenset(unused))
-        scaling = self._scaled_by(factor, grads)
         moving = [run for run in self.runs if not unused or any(s.fqn not in unused for s in self._slots(run))]
-        with scaling:
-            if then is None:
-                self._step(moving, grads)
-                return
-            in_parts = self._may_step_in_parts()
-            if not in_parts:
-                self._step(moving, grads)
-            for index in range(len(self.masters) - 1, -1, -1):
-                if in_parts:
-                    self._step([run for run in moving if run.master == index], grads)
-                then(index)
+        factor = None if factor is None else factor.to(self.device)
+        turns = self._turns()
+        with self._divided_by(factor) if self._divides else nullcontext():
+            for number, turn in enumerate(turns):
+                for index in turn:
+                    if first is not None:
+                        first(index)
+                for index in turns[number + 1] if number + 1 < len(turns) else ():
+                    self._paging.expect(index)
+                mine = {index: self._gradient(index, grads[index], factor) for index in turn}
+                self._step([run for run in moving if run.master in mine], mine)
+                for index in turn:
+                    if then is not None:
+                        then(index)
+                    self._paging.keep(index)
 
-    def _scaled_by(self, factor: torch.Tensor | None, grads: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-        """Apply `factor`: inside the fused kernel where there is one, which saves a pass over the gradients."""
-        if factor is None:
-            return nullcontext()
-        fused = type(self.base) in _FUSED and all(group.get("fused") for group in self.base.param_groups)
-        if fused:
-            return self._divided_by(factor.reciprocal())
-        torch._foreach_mul_(list(grads), factor)
-        return nullcontext()
+    def _turns(self) -> list[Sequence[int]]:
+        """The masters of each call of the optimizer."""
+        order = range(len(self.masters) - 1, -1, -1)
+        if not self._in_parts or not self.may_step_in_parts:
+            return [order]
+        return [(index,) for index in order]
+
+    def _gradient(self, index: int, grad: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
+        """As the optimizer wants it."""
+        grad = grad.to(self.device, self.masters[index].tensor.dtype)
+        return grad if factor is None or self._divides else grad.mul_(factor)
+
+    @property
+    def _divides(self) -> bool:
+        """Whether a fused kernel applies the factor, which saves a pass over the gradients."""
+        return type(self.base) in _FUSED and all(group.get("fused") for group in self.base.param_groups)
 
     @contextmanager
-    def _divided_by(self, divisor: torch.Tensor) -> Iterator[None]:
+    def _divided_by(self, factor: torch.Tensor | None) -> Iterator[None]:
         """As torch's GradScaler tells a fused optimizer by what to divide."""
-        self.base.grad_scale = divisor  # type: ignore[attr-defined]
+        if factor is None:
+            yield
+            return
+        self.base.grad_scale = factor.reciprocal()  # type: ignore[attr-defined]
         try:
             yield
         finally:
             del self.base.grad_scale  # type: ignore[attr-defined]
 
-    def _may_step_in_parts(self) -> bool:
+    @property
+    def may_step_in_parts(self) -> bool:
+        """Whether several calls of the optimizer, each for some of the masters, are as one call for all."""
         hooks = self.base._optimizer_step_pre_hooks or self.base._optimizer_step_post_hooks
         return type(self.base) in _ELEMENTWISE and not hooks
 
-    def _step(self, runs: Sequence[Run], grads: Sequence[torch.Tensor]) -> None:
+    def _step(self, runs: Sequence[Run], grads: Mapping[int, torch.Tensor]) -> None:
         for run in runs:
             start = self.masters[run.master].owned.start
             run.tensor.grad = grads[run.master][run.span.start - start : run.span.stop - start].view_as(run.tensor)
         self.base.step()
         for run in runs:
             run.tensor.grad = None
+
+    def runs_of(self, index: int) -> list[Run]:
+        """The runs of one master."""
+        return [run for run in self.runs if run.master == index]
 
     def _slots(self, run: Run) -> list[Slot]:
         """The parameters that have elements in this run (padding has none)."""
@@ -379,6 +418,7 @@ class FlatOptimizer:
                 if state:
                     self.base.state[run.tensor] = state
         self._set_runs(runs)
+        self._paging.adopt(incoming.elements)
         self.parked = incoming.parked
         self._parked_forms = {piece.key: incoming.forms[piece.key] for piece in incoming.parked if piece.key != MASTER}
 
@@ -388,20 +428,6 @@ class FlatOptimizer:
         for group, given in zip(self.base.param_groups, self.given, strict=True):
             group["params"][:] = given
         self.runs = []
-
-
-def form_of(value: object, owner: torch.Tensor) -> str | None:
-    """The `StateForm` of a state of the tensor `owner`; None for what cannot be kept."""
-    if isinstance(value, torch.Tensor):
-        if value.shape == owner.shape and value.dim() > 0:
-            return StateForm.ELEMENT
-        return StateForm.SCALAR if value.dim() == 0 else StateForm.WHOLE
-    return StateForm.NUMBER if isinstance(value, (int, float)) else None
-
-
-def as_tensor(value: Any) -> torch.Tensor:
-    """A state that is not per element; a Python float keeps its 64 bits."""
-    return torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
 
 
 class _Incoming:
@@ -418,14 +444,15 @@ class _Incoming:
         self._optimizer = optimizer
         self._saved = saved
         self.forms = forms
-        self._elements: dict[tuple[int, str], torch.Tensor] = {}
+        self.elements: dict[tuple[int, str], torch.Tensor] = {}
+        """By master and key: as many elements as the master has."""
         self._others: dict[tuple[str, str], torch.Tensor] = {}
         self.pieces: list[StatePiece] = []
         for index, master in enumerate(optimizer.masters):
             for piece in master.bucket.pieces(master.owned):
                 for key, state in saved.get(piece.fqn, {}).items():
                     self._want(index, master, piece, key, state)
-        for index, key in self._elements:
+        for index, key in self.elements:
             self._zero_between(index, key)
         self.parked = [
             StatePiece(key, fqn, state.shape, 0, torch.zeros(prod(state.shape), dtype=state.dtype))
@@ -436,12 +463,10 @@ class _Incoming:
 
     def _want(self, index: int, master: Master, piece: Any, key: str, state: SavedState) -> None:
         if self.forms.get(key) == StateForm.ELEMENT:
-            if (index, key) not in self._elements:
-                self._elements[index, key] = torch.empty(
-                    master.owned.numel, dtype=state.dtype, device=master.tensor.device
-                )
+            if (index, key) not in self.elements:
+                self.elements[index, key] = self._optimizer.depot.empty(master.owned.numel, state.dtype)
             at = piece.offset - master.owned.start
-            data = self._elements[index, key][at : at + piece.stop - piece.start]
+            data = self.elements[index, key][at : at + piece.stop - piece.start]
             self.pieces.append(StatePiece(key, piece.fqn, piece.shape, piece.start, data))
         else:
             data = torch.zeros(state.shape, dtype=state.dtype)
@@ -450,7 +475,7 @@ class _Incoming:
 
     def _zero_between(self, index: int, key: str) -> None:
         """Gaps, padding and what has no such state; the rest is about to be filled, so it is not touched twice."""
-        master, elements, at = self._optimizer.masters[index], self._elements[index, key], 0
+        master, elements, at = self._optimizer.masters[index], self.elements[index, key], 0
         for piece in master.bucket.pieces(master.owned):
             if key in self._saved.get(piece.fqn, {}):
                 start = piece.offset - master.owned.start
@@ -496,7 +521,7 @@ class _Incoming:
             form = self.forms.get(key)
             if form == StateForm.ELEMENT:
                 at = span.start - master.owned.start
-                state[key] = self._elements[index, key][at : at + span.numel].view_as(run.tensor)
+                state[key] = self.elements[index, key][at : at + span.numel].view_as(run.tensor)
             elif form == StateForm.NUMBER:
                 state[key] = self._others[first.fqn, key].item()
             else:

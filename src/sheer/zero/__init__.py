@@ -5,12 +5,11 @@ For users: `GatheredParameters`.
 
 from sheer.zero.access import GatheredParameters, register_external_parameter, unregister_external_parameter
 from sheer.zero.autograd import inside_backward
-from sheer.zero.flat import LOW_PRECISION, FlatBucket, Source, assemble
+from sheer.zero.flat import FlatBucket, Source, assemble
 from sheer.zero.runtime import Wiring, ZeroRuntime, placed_of, runtime_of
 from sheer.zero.units import NO_UNITS, ROOT, Units, find_units
 
 __all__ = [
-    "LOW_PRECISION",
     "NO_UNITS",
     "ROOT",
     "FlatBucket",

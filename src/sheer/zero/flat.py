@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
+from sheer import device as devices
+from sheer.comm import Depots
 from sheer.device import aligned_zeros
 from sheer.errors import UsageError
-from sheer.layout import Bucket, Interval, Slot, overlap
+from sheer.layout import Bucket, Interval, Layout, Slot, overlap
 from sheer.zero.autograd import storage_of
 
 if TYPE_CHECKING:
     from sheer.comm import Axis, Lane, Ticket, Vault
-
-LOW_PRECISION = frozenset({torch.bfloat16, torch.float16})
 
 Source = Callable[[Slot, torch.nn.Parameter], torch.Tensor]
 """Where a parameter's first values come from: flat, whole and equal on all ranks. Collective, in plan order."""
@@ -29,7 +29,8 @@ class FlatBucket(ABC):
     """Parameters of one bucket; how they are at rest, see the two below.
 
     own     [owned]  compute dtype; what this rank updates of the bucket
-    master  [owned]  the truth that the optimizer updates: fp32 beside a low-precision `own`, else `own` itself
+    master  [owned]  the truth that the optimizer updates: fp32 beside a low-precision `own`, and a tensor of its own
+                     where it rests in another place; else `own` itself
     """
 
     own: torch.Tensor
@@ -39,11 +40,15 @@ class FlatBucket(ABC):
     _standing: tuple[torch.Tensor, ...]
     """What the parameters' `.data` is, unless the user has replaced it."""
 
-    def __init__(self, plan: Bucket, params: Sequence[torch.nn.Parameter], *, owned: Interval) -> None:
+    def __init__(
+        self, plan: Bucket, params: Sequence[torch.nn.Parameter], *, layout: Layout, rank: int, depots: Depots
+    ) -> None:
         self.plan = plan
         self.params = tuple(params)
-        self.owned = owned
-        self.has_master = plan.trainable and plan.key.dtype in LOW_PRECISION
+        self.owned = layout.owned(plan, rank)
+        self.has_master = layout.has_master(plan)
+        self._master_dtype = layout.master_dtype(plan)
+        self._depots = depots
         self._restored_grad_dtype = tuple(param.grad_dtype for param in self.params)
 
     def _move_in(self, standing: tuple[torch.Tensor, ...]) -> None:
@@ -90,15 +95,19 @@ class FlatBucket(ABC):
 
     def absorb(self) -> None:
         """Let values that the user has changed in place win over the master; untouched ones keep their fp32 bits."""
-        self._notice_writes()
         if self.has_master:
-            changed = self.own != self.master.to(self.own.dtype)
-            torch.where(changed, self.own.float(), self.master, out=self.master)
+            own = self.own.to(self.master.device)
+            torch.where(own != self.master.to(own.dtype), own.to(self.master.dtype), self.master, out=self.master)
 
     def publish(self) -> None:
         """Round the master into this rank's part of the parameters."""
         if self.has_master:
             self.own.copy_(self.master)
+
+    def rest(self) -> None:
+        """What this rank has at rest will not be used for a while."""
+        self._depots.optim.rest(self.master)
+        self._depots.param.rest(self.own)
 
     def release(self, axis: Axis, *, lost: bool = False) -> None:
         """Give every parameter memory of its own again. Collective where parameters are sharded, unless they are
@@ -129,7 +138,7 @@ class FlatBucket(ABC):
         """Refuse data that are no values of the parameter."""
 
     @abstractmethod
-    def _notice_writes(self) -> None:
+    def notice_writes(self) -> None:
         """Bring what the user has written in place into `own`."""
 
 
@@ -141,20 +150,30 @@ class ReplicatedFlat(FlatBucket):
     """
 
     def __init__(
-        self, plan: Bucket, params: Sequence[torch.nn.Parameter], *, owned: Interval, axis: Axis, device: torch.device
+        self,
+        plan: Bucket,
+        params: Sequence[torch.nn.Parameter],
+        *,
+        layout: Layout,
+        axis: Axis,
+        device: torch.device,
+        depots: Depots,
     ) -> None:
-        super().__init__(plan, params, owned=owned)
+        super().__init__(plan, params, layout=layout, rank=axis.rank, depots=depots)
         # The master starts from the values the user gave, before any rounding to the compute dtype.
-        staging_dtype = torch.float32 if self.has_master else plan.key.dtype
+        staging_dtype = self._master_dtype if self.has_master else plan.key.dtype
         staging = aligned_zeros(plan.numel, dtype=staging_dtype, device=device)
         for slot, param in zip(plan.slots, self.params, strict=True):
             staging[slot.start : slot.stop].copy_(param.detach().reshape(-1))
         axis.broadcast(staging)
         self.full = staging
-        if self.has_master:
+        if staging_dtype is not plan.key.dtype:
             self.full = aligned_zeros(plan.numel, dtype=plan.key.dtype, device=device).copy_(staging)
-        self.own = self.full[owned.start : owned.stop]
-        self.master = staging[owned.start : owned.stop].clone() if self.has_master else self.own
+        owned = self.owned
+        self.own = self.master = self.full[owned.start : owned.stop]
+        if self.has_master:
+            self.master = depots.optim.zeros(owned.numel, staging_dtype).copy_(staging[owned.start : owned.stop])
+            self.rest()
         self._move_in(views_of(self.full, plan))
 
     def write(self, index: int, value: torch.Tensor) -> None:
@@ -172,15 +191,15 @@ class ReplicatedFlat(FlatBucket):
     def _check_given(self, slot: Slot, given: torch.Tensor) -> None:
         """Anything is a value."""
 
-    def _notice_writes(self) -> None:
+    def notice_writes(self) -> None:
         """`own` is where they were written."""
 
 
 @final
 class ShardedFlat(FlatBucket):
-    """At rest sharded (stage 3 on several ranks).
+    """At rest sharded (stage 3, on several ranks or with offload).
 
-    own     [shard]  S  compute dtype
+    own     [shard]  S  compute dtype; rests on the device, the host or in files
     full    [numel]  R  compute dtype; has memory, and parameters are views of it, only while the bucket is whole
 
     Otherwise parameters stand on a placeholder of their shape and dtype: it reads as NaN (integers: the smallest), and
@@ -192,14 +211,17 @@ class ShardedFlat(FlatBucket):
         plan: Bucket,
         params: Sequence[torch.nn.Parameter],
         *,
-        owned: Interval,
+        layout: Layout,
+        rank: int,
         source: Source,
         device: torch.device,
         vault: Vault,
+        depots: Depots,
     ) -> None:
-        super().__init__(plan, params, owned=owned)
-        self.own = aligned_zeros(owned.numel, dtype=plan.key.dtype, device=device)
-        self.master = torch.zeros_like(self.own, dtype=torch.float32) if self.has_master else self.own
+        super().__init__(plan, params, layout=layout, rank=rank, depots=depots)
+        self.own = self.master = depots.param.zeros(self.owned.numel, plan.key.dtype)
+        if self.has_master:
+            self.master = depots.optim.zeros(self.owned.numel, self._master_dtype)
         self._vault = vault
         self.full = vault.make(plan.numel, plan.key.dtype)
         self._views = views_of(self.full, plan)
@@ -216,6 +238,7 @@ class ShardedFlat(FlatBucket):
             value = source(slot, param)
             self._own_part(slot, self.master, value)
             self.write(index, value)
+        self.rest()
         self._move_in(self._blanks)
 
     @property
@@ -225,13 +248,14 @@ class ShardedFlat(FlatBucket):
 
     def write(self, index: int, value: torch.Tensor) -> None:
         """See `FlatBucket`."""
+        devices.synchronize(self.full.device)  # it may still be copying from `own`
         self._own_part(self.plan.slots[index], self.own, value.reshape(-1))
         if self._whole:
             self._views[index].copy_(value)
 
     def whole_value(self, index: int, axis: Axis) -> torch.Tensor:
         """See `FlatBucket`."""
-        return assemble(self.plan, index, self.own, owned=self.owned, axis=axis)
+        return assemble(self.plan, index, self.own, owned=self.owned, axis=axis, device=self.full.device)
 
     def _own_part(self, slot: Slot, home: torch.Tensor, flat: torch.Tensor) -> None:
         part = overlap(Interval(slot.start, slot.stop), self.owned)
@@ -243,7 +267,9 @@ class ShardedFlat(FlatBucket):
         assert not self._whole
         self.adopt()
         self._vault.fill(self.full)
-        return lane.all_gather(self.full, self.own, what=f"gather of {self.name}")
+        part = self.full[self.owned.start : self.owned.stop]
+        with self._depots.param.brought(self.own, into=part) as shard:
+            return lane.all_gather(self.full, shard, what=f"gather of {self.name}")
 
     @property
     def name(self) -> str:
@@ -263,7 +289,7 @@ class ShardedFlat(FlatBucket):
         """Give the memory back; `ticket` is the gather's. What was written in place is kept."""
         if self._whole:
             self.adopt()
-            self._notice_writes()
+            self.notice_writes()
             self._stand_on(self._blanks, whole=False)
         self._vault.free(self.full, after=ticket)
 
@@ -276,7 +302,8 @@ class ShardedFlat(FlatBucket):
         """Grows with every in-place change of a parameter; a swap of `.data` does not count."""
         return sum(param._version for param in self.params)
 
-    def _notice_writes(self) -> None:
+    def notice_writes(self) -> None:
+        """See `FlatBucket`."""
         if self._whole and self._versions != (versions := self._count_writes()):
             self._versions = versions
             self.own.copy_(self.full[self.owned.start : self.owned.stop])
@@ -291,13 +318,15 @@ class ShardedFlat(FlatBucket):
             )
 
 
-def assemble(plan: Bucket, index: int, part: torch.Tensor, *, owned: Interval, axis: Axis) -> torch.Tensor:
+def assemble(
+    plan: Bucket, index: int, part: torch.Tensor, *, owned: Interval, axis: Axis, device: torch.device
+) -> torch.Tensor:
     """The whole of parameter `index`, in its shape, from every rank's `part` [owned] of something that goes with its
-    bucket. Collective on `axis` unless this rank has all of it."""
+    bucket, on `device`, which ranks send from. Collective on `axis` unless this rank has all of it."""
     slot = plan.slots[index]
     if owned.numel == plan.numel:
-        return part[slot.start : slot.stop].clone().view(slot.shape)
-    whole = torch.empty(slot.numel, dtype=part.dtype, device=part.device)
+        return part[slot.start : slot.stop].to(device, copy=True).view(slot.shape)
+    whole = torch.empty(slot.numel, dtype=part.dtype, device=device)
     for rank in range(axis.size):
         shared = overlap(Interval(slot.start, slot.stop), plan.shard(rank))
         if shared is None:

@@ -15,7 +15,7 @@ from typing import NamedTuple, final
 
 import torch
 
-from sheer.comm import Arena, Lane, Ticket
+from sheer.comm import Arena, Depot, Lane, Ticket
 from sheer.device import aligned_zeros
 from sheer.errors import UsageError
 from sheer.layout import Bucket, Interval, Placement
@@ -78,7 +78,17 @@ class BucketGrad(ABC):
     local   [numel]  P  accumulation dtype; `.grad` of every parameter is a view of it while open
     """
 
-    def __init__(self, flat: FlatBucket, *, rank: int, target: Placement, lane: Lane, arena: Arena, wire: Wire) -> None:
+    def __init__(
+        self,
+        flat: FlatBucket,
+        *,
+        rank: int,
+        target: Placement,
+        lane: Lane,
+        arena: Arena,
+        wire: Wire,
+        depot: Depot,
+    ) -> None:
         self.flat = flat
         self.state = GradState.EMPTY
         self.shard: Interval = flat.plan.shard(rank)
@@ -94,6 +104,7 @@ class BucketGrad(ABC):
         self._lane = lane
         self._arena = arena
         self._wire = wire
+        self._depot = depot
         self._ticket: Ticket | None = None
         self._has = bytearray(count)  # the view holds this parameter's gradient
         self._detached = bytearray(count)  # we took `.grad` away; what is in the view still counts
@@ -282,8 +293,18 @@ class ResidentGrad(BucketGrad):
     each element's sum is held by one rank and the next reduction counts it once.
     """
 
-    def __init__(self, flat: FlatBucket, *, rank: int, target: Placement, lane: Lane, arena: Arena, wire: Wire) -> None:
-        super().__init__(flat, rank=rank, target=target, lane=lane, arena=arena, wire=wire)
+    def __init__(
+        self,
+        flat: FlatBucket,
+        *,
+        rank: int,
+        target: Placement,
+        lane: Lane,
+        arena: Arena,
+        wire: Wire,
+        depot: Depot,
+    ) -> None:
+        super().__init__(flat, rank=rank, target=target, lane=lane, arena=arena, wire=wire, depot=depot)
         plan = flat.plan
         self._make_views(aligned_zeros(plan.numel, dtype=plan.key.grad_dtype, device=flat.full.device))
 
@@ -327,13 +348,23 @@ class ShardedGrad(BucketGrad):
     """grad S (stages 2 and 3): the local buffer lives from a backward's first gradient to its reduction; the sum over
     micro-batches is kept as this rank's shard.
 
-    summed  [shard]  S  accumulation dtype
+    summed  [shard]  S  accumulation dtype; on the device, or on the host where the optimizer works there
     """
 
-    def __init__(self, flat: FlatBucket, *, rank: int, target: Placement, lane: Lane, arena: Arena, wire: Wire) -> None:
-        super().__init__(flat, rank=rank, target=target, lane=lane, arena=arena, wire=wire)
+    def __init__(
+        self,
+        flat: FlatBucket,
+        *,
+        rank: int,
+        target: Placement,
+        lane: Lane,
+        arena: Arena,
+        wire: Wire,
+        depot: Depot,
+    ) -> None:
+        super().__init__(flat, rank=rank, target=target, lane=lane, arena=arena, wire=wire, depot=depot)
         plan = flat.plan
-        self._summed = torch.zeros(self.shard.numel, dtype=plan.key.grad_dtype, device=flat.full.device)
+        self._summed = self._depot.zeros(self.shard.numel, plan.key.grad_dtype)
         self._fresh = True  # nothing has been summed since the last step
 
     def owned(self) -> torch.Tensor:
@@ -364,7 +395,7 @@ class ShardedGrad(BucketGrad):
         if self._fresh:
             self._summed.copy_(part)
         else:
-            self._summed.add_(part)
+            self._summed.add_(part.to(self._summed.device))
         self._fresh, self._scale = False, self._wire.prescale
 
     def _release_local(self, *, after: Ticket | None) -> None:

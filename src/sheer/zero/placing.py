@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from sheer.comm import Axis, Lane, Vault
+from sheer.comm import Axis, Depots, Lane, Vault
 from sheer.layout import Layout, Slot
 from sheer.zero.flat import FlatBucket, ReplicatedFlat, ShardedFlat, Source
 from sheer.zero.gathering import Gathering
@@ -52,6 +52,7 @@ def place(
     lane: Lane,
     axis: Axis,
     device: torch.device,
+    depots: Depots,
 ) -> Placed:
     """Move `params` into the buckets of `layout`. Collective on `axis`: every rank gets rank 0's values, or those that
     `source` gives where parameters are sharded."""
@@ -59,7 +60,7 @@ def place(
     vault = Vault(device)
     if not layout.shards_params:
         replicated = tuple(
-            ReplicatedFlat(bucket, own, owned=layout.owned(bucket, axis.rank), axis=axis, device=device)
+            ReplicatedFlat(bucket, own, layout=layout, axis=axis, device=device, depots=depots)
             for bucket, own in buckets
         )
         return Placed(axis, replicated, Gathering((), (), axis=axis, lane=lane, vault=vault), _homes(replicated))
@@ -71,7 +72,14 @@ def place(
 
     sharded = tuple(
         ShardedFlat(
-            bucket, own, owned=layout.owned(bucket, axis.rank), source=source or of_rank_0, device=device, vault=vault
+            bucket,
+            own,
+            layout=layout,
+            rank=axis.rank,
+            source=source or of_rank_0,
+            device=device,
+            vault=vault,
+            depots=depots,
         )
         for bucket, own in buckets
     )

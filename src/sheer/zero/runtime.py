@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree
 
-from sheer.comm import Arena, Counters, Lane, Mesh, Ticket
+from sheer.comm import Arena, Counters, Depots, Lane, Mesh, Ticket
 from sheer.errors import CommError
 from sheer.layout import Bucket, Collective, Layout, Placement, change
 from sheer.zero.autograd import at_end_of_backward, weakly
@@ -55,6 +55,7 @@ class ZeroRuntime:
         mesh: Mesh,
         device: torch.device,
         wiring: Wiring,
+        depots: Depots,
         units: Units = NO_UNITS,
         source: Source | None = None,
     ) -> None:
@@ -76,7 +77,10 @@ class ZeroRuntime:
         """Whether a backward has begun and not finished."""
         self.by_user = False
         """Whether a backward that the engine did not run has brought gradients; the engine takes this back."""
-        self.placed = place(layout, params, units=units, source=source, lane=self.lane, axis=axis, device=device)
+        self.depots = depots
+        self.placed = place(
+            layout, params, units=units, source=source, lane=self.lane, axis=axis, device=device, depots=depots
+        )
         self.flats = self.placed.flats
         self.gathering = self.placed.gathering
         self.grads = tuple(self._make_grad(flat, wiring) for flat in self.flats if flat.plan.trainable)
@@ -110,7 +114,15 @@ class ZeroRuntime:
         wire = Wire(wiring.dtype or key.dtype if self.axis.size > 1 else key.grad_dtype, wiring.prescale)
         make = _GRADS[self.layout.stage.grad]
         target = self.layout.stage.optim
-        return make(flat, rank=self.axis.rank, target=target, lane=self.lane, arena=self.arena, wire=wire)
+        return make(
+            flat,
+            rank=self.axis.rank,
+            target=target,
+            lane=self.lane,
+            arena=self.arena,
+            wire=wire,
+            depot=self.depots.grad,
+        )
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
@@ -302,12 +314,24 @@ class ZeroRuntime:
 
     # --- parameters -------------------------------------------------------------------------------------------------
 
-    def heed_user(self) -> list[str]:
-        """Take in what the user changed in parameters since the last step. Returns names whose `.data` was replaced."""
+    def adopt(self) -> list[str]:
+        """Take in what the user changed in parameters since the last step, but for masters, which `absorb` it. Returns
+        names whose `.data` was replaced."""
         adopted = [fqn for flat in self.flats for fqn in flat.adopt()]
         for flat in self.flats:
-            flat.absorb()
+            flat.notice_writes()
         return adopted
+
+    def absorb(self, position: int) -> None:
+        """Let the master of the trained bucket at `position` follow the user."""
+        self.grads[position].flat.absorb()
+
+    def heed_user(self) -> None:
+        """Take in all that the user changed in parameters since the last step."""
+        self.adopt()
+        for flat in self.flats:
+            flat.absorb()
+            flat.rest()
 
     @property
     def gathers(self) -> bool:
@@ -323,6 +347,11 @@ class ZeroRuntime:
         """Every master and every frozen parameter to every rank."""
         for flat in reversed(self.flats):
             self._publish(flat)
+            flat.rest()
+        self.published()
+
+    def published(self) -> None:
+        """All has been published: parameters are whole again on every rank, or to be gathered anew."""
         self.wait_gathered()
         self.gathering.refresh()
 

@@ -24,12 +24,15 @@ class TiedGrads:
         """Add up the reduced gradients of all holders. Once a step; collective on every tie axis."""
         if self._summed:
             return
+        sums = [(grad.owned(), grad.owned().to(grad.flat.full.device), grad, lane) for grad, lane in self._tied]
         tickets = [
-            lane.all_reduce(grad.owned(), what=f"sum of {grad.flat.plan.slots[0].fqn} over its stages")
-            for grad, lane in self._tied
+            lane.all_reduce(sent, what=f"sum of {grad.flat.plan.slots[0].fqn} over its stages")
+            for _, sent, grad, lane in sums
         ]
-        for ticket in tickets:
+        for ticket, (owned, sent, _, _) in zip(tickets, sums, strict=True):
             ticket.wait()
+            if sent is not owned:
+                owned.copy_(sent)
         self._summed = True
 
     def clear(self) -> None:
