@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sheer import layout
-from sheer.layout import ALIGNMENT, STAGES, Collective, Interval, ParamSpec, Placement
+from sheer.layout import ALIGNMENT, STAGES, Collective, Interval, ParamSpec, Place, Placement
 
 SHAPES = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
@@ -146,7 +146,7 @@ def test_plans_print_and_have_a_digest_of_their_own(planned) -> None:
     again = layout.plan(specs, stage=plan.stage, world=plan.world, limit=limit)
     assert again == plan
     assert again.digest() == plan.digest()
-    assert len(str(plan).splitlines()) == len(plan.buckets) + 1
+    assert len(str(plan).splitlines()) == len(plan.buckets) + 2
     longer = [*specs, ParamSpec("new", (1,), torch.float32, torch.float32, 0)]
     other = layout.plan(longer, stage=plan.stage, world=plan.world, limit=limit)
     assert other.digest() != plan.digest()
@@ -208,3 +208,21 @@ def test_stages_that_share_parameters_cut_them_alike(shared, others, world, limi
         cut.append({(bucket.key, bucket.slots, bucket.numel) for bucket in plan.buckets if bucket.key.tie})
         assert all(bool(bucket.key.tie) == s.fqn.startswith("tied.") for bucket in plan.buckets for s in bucket.slots)
     assert cut[0] == cut[1]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_rank_keeps_and_where(stage: int, dtype: torch.dtype) -> None:
+    """The ZeRO formula, in bytes per parameter, over 4 ranks; offload moves bytes and, in fp32, adds the copy that is
+    updated."""
+    specs = [ParamSpec("w", (4096,), dtype, torch.float32, 0)]
+    row, width = STAGES[stage], dtype.itemsize
+    for param in (Place.DEVICE, Place.FILES) if stage == 3 else (Place.DEVICE,):
+        for optim in Place:
+            at = layout.places(row, param=param, optim=optim)
+            kept = layout.plan(specs, stage=row, world=4, limit=10**9, places=at).nbytes()
+            apart = dtype is torch.bfloat16 or param is not optim
+            assert kept["param"] == (param, 4096 * width // (4 if stage == 3 else 1))
+            assert kept["grad"] == (at.grad, 4096 * 4 // (4 if stage >= 2 else 1))
+            assert kept["master"] == (optim, apart * 4096 * 4 // (4 if stage >= 1 else 1))
+            assert at.grad is (Place.HOST if stage >= 2 and optim is not Place.DEVICE else Place.DEVICE)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sheer.comm import Axis, Mesh
     from sheer.comm import Counters as Traffic
     from sheer.config import BatchSizes, Config
+    from sheer.config.sections import OffloadOptimizer, OffloadParam
     from sheer.data import ResumableLoader
     from sheer.layout import Layout
     from sheer.observe import StepResult
@@ -278,13 +279,23 @@ class DeepSpeedNames(ABC):
         """The configured wire format of gradients; None means the model's."""
         return self._config.communication_data_type
 
-    def zero_offload_optimizer(self) -> None:
-        """None: nothing is offloaded."""
-        return
+    def zero_offload_optimizer(self) -> OffloadOptimizer | None:
+        """The config's section where it offloads something, else None."""
+        section = self._config.zero_optimization.offload_optimizer
+        return None if section.device == "none" else section
 
-    def zero_offload_param(self) -> None:
-        """None: nothing is offloaded."""
-        return
+    def zero_offload_param(self) -> OffloadParam | None:
+        """The config's section where it offloads something, else None."""
+        section = self._config.zero_optimization.offload_param
+        return None if section.device == "none" else section
+
+    def zero_cpu_offload(self) -> bool:
+        """Whether the optimizer's state is in host memory."""
+        return self._config.zero_optimization.offload_optimizer.device == "cpu"
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        """Whether the optimizer works on the host."""
+        return self.zero_offload_optimizer() is not None
 
     def module_state_dict(
         self,

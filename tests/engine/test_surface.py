@@ -43,6 +43,8 @@ def test_configuration_reads_back() -> None:
     assert engine.scheduler_params() == {"warmup_max_lr": 0.02, "warmup_num_steps": 7}
     assert engine.zero_offload_optimizer() is None
     assert engine.zero_offload_param() is None
+    assert not engine.zero_cpu_offload()
+    assert not engine.zero_use_cpu_optimizer()
 
 
 def test_ranks_of_one_process() -> None:
