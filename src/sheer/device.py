@@ -63,12 +63,6 @@ def is_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until `device` has done all that it was asked to do."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
 def rng_states(device: torch.device) -> dict[str, torch.Tensor]:
     """Generator states of this process: always the CPU's, and the accelerator's where there is one."""
     states = {"cpu": torch.get_rng_state()}

@@ -248,7 +248,7 @@ class ShardedFlat(FlatBucket):
 
     def write(self, index: int, value: torch.Tensor) -> None:
         """See `FlatBucket`."""
-        devices.synchronize(self.full.device)  # it may still be copying from `own`
+        devices.synchronize({self.full.device})  # it may still be copying from `own`
         self._own_part(self.plan.slots[index], self.own, value.reshape(-1))
         if self._whole:
             self._views[index].copy_(value)
