@@ -351,7 +351,9 @@ def test_under_xdist_every_process_has_ranks_of_its_own(pytester):
                 """
             }
         )
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile", "-rP", timeout=100)
+    result = pytester.runpytest_subprocess(
+        "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile", "-rP", timeout=100
+    )
     result.assert_outcomes(passed=2)
     parents = {line for line in result.outlines if line.startswith("SPAWNED BY")}
     assert len(parents) == 2
