@@ -5,9 +5,10 @@ between micro-batches, and the optimizer state with the parameter it updates. A 
 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv 1910.02054); the
 collectives follow from the changes of placement.
 
-A bucket is a flat buffer of parameters that share dtype, gradient dtype, trainability and optimizer group, and, where
-parameters are sharded, the unit that they are gathered with. Buckets are in reverse order of use, which is the order in
-which their gradients become ready and the order in which every rank communicates them.
+A bucket is a flat buffer of parameters that share dtype, gradient dtype, trainability and optimizer group, the chunk of
+a pipeline's stage, and, where parameters are sharded, the unit that they are gathered with. Buckets are in reverse
+order of use, which is the order in which their gradients become ready and the order in which every rank communicates
+them.
 """
 
 from __future__ import annotations
@@ -142,6 +143,9 @@ class ParamSpec(NamedTuple):
     """The pipeline stages that hold it, where it is more than one."""
     unit: str = ""
     """What it is gathered with, where parameters are sharded: the name of a block, or "" for the rest of the model."""
+    chunk: int | None = None
+    """The chunk of a pipeline's stage that alone uses it, where the stage has several; its gradient is complete with
+    that chunk's backward."""
 
     @property
     def numel(self) -> int:
@@ -157,6 +161,7 @@ class BucketKey(NamedTuple):
     group: int | None
     tie: tuple[int, ...] = ()
     unit: str = ""
+    chunk: int | None = None
 
 
 class Slot(NamedTuple):
@@ -205,6 +210,12 @@ class Split(NamedTuple):
     """Local name -> the parameter's own name, where they differ: at the later places of a tied parameter."""
     tied: Mapping[str, tuple[int, ...]] = MappingProxyType({})
     """Own name -> the stages that hold it, in order, where it is more than one. The first one counts and saves it."""
+    chunks: int = 1
+    """How many pieces of the model are here, each with forwards and backwards of its own."""
+    chunk_of: Mapping[str, int] = MappingProxyType({})
+    """Local name of a parameter -> the one chunk that uses it, where there are several."""
+    calls: tuple[str, ...] | None = None
+    """The modules that a stage calls one by one and that alone read their parameters; None for a plain model."""
 
 
 def overlap(a: Interval, b: Interval) -> Interval | None:
@@ -331,7 +342,7 @@ def plan(params: Sequence[ParamSpec], *, stage: Stage, world: int, limit: int, p
     closed: list[tuple[BucketKey, list[ParamSpec]]] = []
     tied = sorted((spec for spec in params if spec.tie), key=lambda spec: spec.fqn)
     for spec in [*tied, *(spec for spec in reversed(params) if not spec.tie)]:
-        key = BucketKey(spec.dtype, spec.grad_dtype, spec.group, spec.tie, spec.unit)
+        key = BucketKey(spec.dtype, spec.grad_dtype, spec.group, spec.tie, spec.unit, spec.chunk)
         size = align(spec.numel)
         if key in filling and sizes[key] + size > (MAX_BUCKET_NUMEL if key.tie else limit):
             closed.append((key, filling.pop(key)))

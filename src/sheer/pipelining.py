@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -20,8 +21,8 @@ from sheer.pipeline import PipelineModule
 from sheer.pipeline.mail import routes
 from sheer.pipeline.runner import Runner
 from sheer.pipeline.structure import Blueprint, pack
-from sheer.schedule import Kind, Schedule
-from sheer.zero import ZeroRuntime
+from sheer.schedule import Action, Kind, Schedule
+from sheer.zero import Pass, Phase, ZeroRuntime
 
 
 class Desk(NamedTuple):
@@ -33,6 +34,17 @@ class Desk(NamedTuple):
     scale: Callable[[torch.Tensor], torch.Tensor]
     reduces_each: bool
     """Whether every backward reduces (gradients are sharded), or the last one of a step."""
+
+
+class _Leg(NamedTuple):
+    """What the engine does around one action of this stage."""
+
+    action: Action
+    what: Pass
+    reduces: bool = False
+    """Whether the gradients of the chunk are reduced with it."""
+    shared: bool = False
+    """Whether those of parameters that are not one chunk's are too."""
 
 
 class Start(NamedTuple):
@@ -79,7 +91,7 @@ class Pipeline:
         self._left: list[Any] = []  # micro-batches that were taken and not trained on
         self._failure: Exception | None = None  # what this rank's data raised, until all ranks know
         self._desk: Desk | None = None  # set while a step runs
-        self._to_reduce = 0  # backwards of this step that other data ranks still expect to reduce with
+        self._legs: deque[_Leg] = deque()  # of this step, as other data ranks expect them of this one
 
     def schedule(self, micro_batches: int) -> Schedule:
         """The schedule of a training step of so many micro-batches."""
@@ -165,10 +177,7 @@ class Pipeline:
         """
         taken, self._left = self._left[:micro_batches], self._left[micro_batches:]
         runner = self._runner(micro_batches, trains=True, loss=True)
-        verbs = [action.kind for action in runner.schedule.actions[self.module.stage]]
-        backwards = sum(kind in (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT) for kind in verbs)
-        self._to_reduce = backwards if desk.reduces_each else 1
-        with self._at(desk):
+        with self._at(desk, runner.schedule):
             return runner.step(*self._fed(taken, desk)).losses
 
     def evaluate(
@@ -189,7 +198,7 @@ class Pipeline:
         if not count:
             raise StopIteration("the data has ended")
         runner = self._runner(count, trains=False, loss=loss)
-        with self._at(desk), torch.no_grad():
+        with self._at(desk, runner.schedule), torch.no_grad():
             outcome = runner.step(*self._fed(taken, desk), keep_outputs=outputs)
         return Evaluation(
             self._losses_everywhere(desk, outcome.losses, count) if loss else None,
@@ -212,12 +221,14 @@ class Pipeline:
         return inputs, labels
 
     @contextmanager
-    def _at(self, desk: Desk) -> Iterator[None]:
+    def _at(self, desk: Desk, schedule: Schedule) -> Iterator[None]:
         self._desk = desk
+        self._legs = deque(_legs(schedule.actions[self.module.stage], reduces_each=desk.reduces_each))
         try:
             yield
         finally:
             self._desk = None
+            desk.runtime.gathering.turn(None)
 
     def _runner(self, micro_batches: int, *, trains: bool, loss: bool) -> Runner:
         key = (micro_batches, trains, loss)
@@ -235,10 +246,11 @@ class Pipeline:
                 loss=self._loss if loss else None,
                 links=self._links,
                 device=self._device,
-                around_backward=self._around,
+                around=self._around,
+                reach=self._reach,
                 scale=self._scale,
                 tell=lambda text: self._teller.warn_once(text, text),
-                on_failure=self._reduce_rest,
+                on_failure=self._keep_company,
             )
         return self._runners[key]
 
@@ -261,26 +273,61 @@ class Pipeline:
         return self._desk.scale(loss)
 
     @contextmanager
-    def _around(self, last: bool) -> Iterator[None]:
+    def _around(self, action: Action) -> Iterator[None]:
         assert self._desk is not None
+        leg = self._legs[0]
+        assert leg.action == action
         runtime = self._desk.runtime
-        runtime.reducing = self._desk.reduces_each or last
-        with runtime.backward():
+        runtime.gathering.turn(leg.what, following=self._legs[1].what if len(self._legs) > 1 else None)
+        if leg.what.phase is Phase.FORWARD:
+            runtime.gathering.begin_pipelined()
             yield
-        self._to_reduce -= runtime.reducing
+            runtime.gathering.end_forward()
+        else:
+            runtime.reducing = leg.reduces
+            with runtime.backward(chunk=leg.what.chunk, shared=leg.shared):
+                yield
+        self._legs.popleft()
 
-    def _reduce_rest(self) -> None:
-        """The step has failed here: reduce with the other data ranks as often as they expect it, whatever it is."""
+    def _reach(self, weights: Sequence[torch.Tensor]) -> None:
+        assert self._desk is not None
+        self._desk.runtime.reach(weights)
+
+    def _keep_company(self) -> None:
+        """The step has failed here: gather and reduce with the other data ranks what they expect, whatever it is."""
         if self._desk is None:
             return
         runtime = self._desk.runtime
         if runtime.running:
+            runtime.gathering.abort_backward()
             runtime.finish()
-            self._to_reduce -= runtime.reducing
-        runtime.reducing = True
-        while self._to_reduce > 0:
-            with runtime.backward():
-                self._to_reduce -= 1
+            self._legs.popleft()
+        elif runtime.gathering.within_forward:
+            runtime.gathering.abort_forward()
+            self._legs.popleft()
+        while self._legs:
+            with self._around(self._legs[0].action):
+                pass
+
+
+def _legs(actions: Sequence[Action], *, reduces_each: bool) -> Iterator[_Leg]:
+    """What the engine does around the actions of a stage. Gradients of a chunk are reduced with each of its backwards
+    or with the last one; those that several chunks share, with each or with the last of all."""
+    ends = {action.chunk: place for place, action in enumerate(actions) if action.kind in _BRINGS_WEIGHTS}
+    for place, action in enumerate(actions):
+        if action.kind in _PHASES:
+            reduces = action.kind in _BRINGS_WEIGHTS and (reduces_each or ends[action.chunk] == place)
+            shared = reduces and (reduces_each or max(ends.values()) == place)
+            yield _Leg(action, Pass(_PHASES[action.kind], action.chunk), reduces, shared)
+
+
+_PHASES = {
+    Kind.FORWARD: Phase.FORWARD,
+    Kind.BACKWARD: Phase.BACKWARD,
+    Kind.INPUT: Phase.INPUTS,
+    Kind.WEIGHT: Phase.WEIGHTS,
+}
+_BRINGS_WEIGHTS = (Kind.BACKWARD, Kind.WEIGHT)
 
 
 class _Moved(Sequence[Any]):

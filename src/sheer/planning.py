@@ -71,7 +71,7 @@ def make_layout(
     section = config.zero_optimization
     specs = [
         _spec(fqn, param, config, group_of, keep=fqn in islands)._replace(
-            tie=split.tied.get(fqn, ()), unit=units.unit_of.get(fqn, ROOT)
+            tie=split.tied.get(fqn, ()), unit=units.unit_of.get(fqn, ROOT), chunk=_chunk(fqn, split)
         )
         for fqn, param in params.items()
     ]
@@ -84,25 +84,29 @@ def make_layout(
     return layouts.plan(specs, stage=stage, world=world, limit=limit, places=places)
 
 
-def make_units(module: torch.nn.Module, *, config: Config, targets: Sequence[str], mesh: Mesh) -> Units:
-    """What is gathered together, at stage 3 on several ranks: the model's repeated blocks, or those that the config
-    names. Nothing can be done inside a call that is compiled, so what lies inside one of `targets` is gathered with it.
+def _chunk(fqn: str, split: Split) -> int | None:
+    return None if fqn in split.tied else split.chunk_of.get(fqn)
+
+
+def make_units(
+    module: torch.nn.Module, *, config: Config, targets: Sequence[str], split: Split, data_ranks: int
+) -> Units:
+    """What is gathered together, at stage 3 on several ranks: the model's repeated blocks, a pipeline's layers, or
+    what the config names. Nothing can be done inside a call that is compiled, so what lies inside one of `targets` is
+    gathered with it.
 
     Raises:
-        ConfigError: a name that matches nothing, a block named inside a compiled module, or a pipeline.
+        ConfigError: a name that matches nothing, or a block named inside a compiled module.
     """
     section = config.zero_optimization
-    if layouts.STAGES[section.stage].param is Placement.REPLICATED:
-        return NO_UNITS
-    if mesh.stages > 1:
-        raise ConfigError(
-            f"zero_optimization.stage={section.stage} under a pipeline of {mesh.stages} stages is not there yet; "
-            "use 0, 1 or 2"
-        )
-    if mesh.data.size == 1 and PLACES[section.offload_param.device] is Place.DEVICE:
+    alone = data_ranks == 1 and PLACES[section.offload_param.device] is Place.DEVICE
+    if layouts.STAGES[section.stage].param is Placement.REPLICATED or alone:
         return NO_UNITS
     named = section.blocks
-    blocks = pick(module, named, key="zero_optimization.blocks") if named is not None else find_blocks(module)
+    if named is not None:
+        blocks = pick(module, named, key="zero_optimization.blocks")
+    else:
+        blocks = find_blocks(module) if split.calls is None else split.calls
     blocks = tuple(block for block in blocks if block)
     inside = [(block, target) for block in blocks for target in targets if block != target and _within(block, target)]
     if inside and named is not None:
@@ -115,7 +119,7 @@ def make_units(module: torch.nn.Module, *, config: Config, targets: Sequence[str
     swallowed = {block for block, _ in inside}
     kept = [block for block in blocks if block not in swallowed]
     kept += [target for target in targets if target and not any(_within(target, block) for block in kept)]
-    units = find_units(module, kept)
+    units = find_units(module, kept, split=split)
     return units if ROOT not in targets else units._replace(gates={ROOT: units.gates[ROOT]})
 
 

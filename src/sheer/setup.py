@@ -164,7 +164,7 @@ def _prepare(given: _Given, config: Config, split: Split, mesh: Mesh, device: to
         batch=batch,
         optimizer=base,
         groups=_group_of(module, split, base, teller),
-        units=planning.make_units(module, config=config, targets=targets, mesh=mesh),
+        units=planning.make_units(module, config=config, targets=targets, split=split, data_ranks=mesh.data.size),
         scheduler=_build_scheduler(given.lr_scheduler, base, config),
         loader=loader,
         compiler=compiler,
@@ -392,7 +392,15 @@ def _split_of(module: torch.nn.Module, world: Axis) -> Split:
     """How the model is split over pipeline stages. Collective on `world`: all ranks must mean the same split."""
     split = Split()
     if isinstance(module, PipelineModule):
-        split = Split(module.num_stages, module.stage, module.canonical, module.tied)
+        split = Split(
+            module.num_stages,
+            module.stage,
+            module.canonical,
+            module.tied,
+            chunks=module.chunks,
+            chunk_of=module.chunk_of(),
+            calls=module.calls(),
+        )
     mine, first = (split.stages, dict(split.tied)), world.broadcast_object((split.stages, dict(split.tied)))
     error, place = None, world.rank * split.stages // world.size
     if mine != first:

@@ -13,7 +13,7 @@ import sheer
 import sheer.testing
 from sheer import LayerSpec, PipelineModule, TiedLayerSpec
 from tests.engine.models import Block, batches
-from tests.engine.oracle import Case, Step, plain_run
+from tests.engine.oracle import Case, Step, plain_run, values
 
 VOCABULARY, WIDTH = 31, 12
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}
@@ -105,10 +105,10 @@ def assert_trains_as_plain(engine: Any, case: Case, *, steps: int = 2, module: n
 
 
 def assert_same_as_whole(module: PipelineModule, expected: nn.Module, **tolerance: float) -> None:
-    """This stage's state is the whole model's, by the names of the whole."""
+    """This stage's state is the whole model's, by the names of the whole. Collective where it is sharded."""
     state = expected.state_dict()
     width = sheer.testing.world_size() // module.num_stages
-    for name, value in module.state_dict().items():
+    for name, value in values(module).items():
         if name.endswith("seen"):  # each data rank has seen its own part
             assert value * width == state[name]
             continue

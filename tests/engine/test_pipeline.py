@@ -41,13 +41,14 @@ def start(case: Case, stages: int, *, module: nn.Module | None = None, **more: A
 
 def assert_same_parameters(engine: Any, expected: nn.Module) -> None:
     theirs = dict(expected.named_parameters())
-    for name, value in engine.module.named_parameters():
-        torch.testing.assert_close(value, theirs[engine.module.canonical.get(name, name)], **CLOSE)
+    with sheer.zero.GatheredParameters(engine.module):
+        for name, value in engine.module.named_parameters():
+            torch.testing.assert_close(value, theirs[engine.module.canonical.get(name, name)], **CLOSE)
 
 
 @pytest.mark.world_size(2, 3, 4)
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_stages_train_as_the_plain_loop(stages: int, zero: int, accumulation: int, world_size: int) -> None:
     """With a parameter shared by the first and the last stage, an unused one, and clipping by the norm of all."""
@@ -70,7 +71,7 @@ SCHEDULES = {
 
 
 @pytest.mark.world_size(2, 4)
-@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize("zero", [0, 2, 3])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_gives_the_same_step(schedule: str, zero: int) -> None:
     case = case_of(2, stage=zero, accumulation=4)
@@ -89,7 +90,7 @@ def test_three_stages_share_one_parameter() -> None:
 
 
 @pytest.mark.world_size(4)
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("zero", [0, 2, 3])
 def test_bf16_masters_of_a_shared_parameter_stay_equal(zero: int) -> None:
     case = case_of(2, stage=zero, accumulation=2, extra={"bf16": {"enabled": True}})
     engine = start(case, 2)
@@ -115,20 +116,21 @@ def test_all_stages_skip_a_step_that_overflows_on_one() -> None:
     assert len(set(engine.mesh.world.gather_objects(engine.last_step.grad_norm))) == 1
 
 
-@pytest.mark.world_size(2)
-@pytest.mark.parametrize("scope", ["auto", "module"])
-def test_compiled_stages_train_the_same(scope: str) -> None:
-    case = case_of(2, stage=1, accumulation=2)
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize(("scope", "zero"), [("auto", 1), ("auto", 3), ("module", 3)])
+def test_compiled_stages_train_the_same(scope: str, zero: int) -> None:
+    case = case_of(2, stage=zero, accumulation=2)
     engine = start(case, 2, compile={"enabled": True, "backend": "aot_eager", "scope": scope})
     assert isinstance(engine.module, sheer.PipelineModule)
     assert_trains_as_plain(engine, case)
     assert isinstance(engine.module, sheer.PipelineModule)
 
 
-@pytest.mark.world_size(2)
-def test_recomputed_layers_train_the_same() -> None:
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("zero", [0, 3])
+def test_recomputed_layers_train_the_same(zero: int) -> None:
     """(A recomputed layer counts what it sees twice, as under torch's checkpoint.)"""
-    case = case_of(2, accumulation=2)
+    case = case_of(2, stage=zero, accumulation=2)
     engine, data = start(case, 2, pipeline={"activation_checkpoint_interval": 2}), batches(2, size=case.global_batch)
     mine = train(engine, case, data)
     expected, plain = oracle(case, data)
@@ -140,7 +142,7 @@ def test_recomputed_layers_train_the_same() -> None:
 
 
 @pytest.mark.world_size(4)
-@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize("zero", [0, 2, 3])
 def test_a_frozen_stage_passes_gradients_on(zero: int) -> None:
     """A whole stage frozen and unfrozen between steps: the others go on; all ranks plan anew together."""
     case, data = case_of(2, stage=zero), batches(4, size=8)
@@ -243,9 +245,10 @@ def test_what_is_wrong_with_data_is_said_on_all_ranks() -> None:
 
 
 @pytest.mark.world_size(1, 2, 4)
-def test_evaluation_gives_loss_and_logits_on_every_rank(world_size: int) -> None:
+@pytest.mark.parametrize("zero", [0, 3])
+def test_evaluation_gives_loss_and_logits_on_every_rank(world_size: int, zero: int) -> None:
     stages = min(world_size, 2)
-    case = case_of(stages, accumulation=2)
+    case = case_of(stages, stage=zero, accumulation=2)
     engine = start(case, stages, bf16={"enabled": False})
     (batch,) = batches(1, size=case.global_batch)
     mine = [(parts[case.rank], parts[case.rank]) for parts in case.micro_batches(batch)]
@@ -287,7 +290,7 @@ class Trips(nn.Module):
 
 
 @pytest.mark.world_size(4)
-@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize("zero", [0, 2, 3])
 @pytest.mark.parametrize("at", [1, 3])
 def test_a_stage_that_raises_stops_all_and_the_next_step_is_right(zero: int, at: int) -> None:
     """Also the other data ranks, which reduce with it while it has failed."""
@@ -336,7 +339,7 @@ def test_configs_that_do_not_fit_the_module() -> None:
 
 
 @pytest.mark.world_size(4)
-@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize("zero", [0, 2, 3])
 def test_the_state_of_a_stages_parameters_can_be_read_and_written(zero: int) -> None:
     case = case_of(2, stage=zero)
     engine = start(case, 2)
@@ -344,11 +347,16 @@ def test_the_state_of_a_stages_parameters_can_be_read_and_written(zero: int) -> 
     for name, param in engine.module.named_parameters():
         assert safe_get_full_grad(param) is None
         value = safe_get_full_fp32_param(param)
-        assert torch.equal(value, param)
+        assert torch.equal(value, whole_value(param))
         momentum = safe_get_full_optimizer_state(param, "momentum_buffer")
         assert name.endswith("never") if momentum is None else momentum.shape == param.shape
         safe_set_full_fp32_param(param, value + 1)
-        assert torch.equal(param, value + 1)
+        assert torch.equal(whole_value(param), value + 1)
+
+
+def whole_value(param: nn.Parameter) -> torch.Tensor:
+    with sheer.zero.GatheredParameters(param):
+        return param.detach().clone()
 
 
 @pytest.mark.world_size(4)
@@ -365,7 +373,7 @@ def test_an_engine_says_where_it_stands() -> None:
 
 
 @pytest.mark.world_size(4)
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("zero", [0, 2, 3])
 @pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}, {"torch_autocast": {"enabled": True}}])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_stage_stays_the_module_it_is(zero: int, precision: dict[str, Any], compiled: bool) -> None:

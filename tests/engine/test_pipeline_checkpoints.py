@@ -43,7 +43,7 @@ RUNS = {
     "two uneven": Run(2, 2, 0, {"boundaries": [0, 1, 8]}),
     "four stages": Run(4),
     "four, one empty": Run(4, 1, 1, {"boundaries": [0, 4, 4, 7, 8]}),
-    "chunks": Run(2, 2, 1, {"chunks": 2}),
+    "zero 3 in chunks": Run(2, 2, 3, {"chunks": 2}),
 }
 
 

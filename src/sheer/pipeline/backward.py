@@ -24,6 +24,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 Tell = Callable[[str], None]
+Reach = Callable[[Sequence[torch.Tensor]], None]
 
 
 class Root(NamedTuple):
@@ -43,8 +44,13 @@ def backward(roots: Sequence[Root]) -> None:
         torch.autograd.backward([root.edge for root in roots], [root.grad for root in roots])
 
 
-def backward_inputs(roots: Sequence[Root], inputs: Sequence[torch.Tensor], *, tell: Tell) -> Later:
-    """The first half: `.grad` of `inputs`, which are leaves. Returns the second; `tell` hears what could not wait."""
+def backward_inputs(
+    roots: Sequence[Root], inputs: Sequence[torch.Tensor], *, tell: Tell, reach: Reach = lambda weights: None
+) -> Later:
+    """The first half: `.grad` of `inputs`, which are leaves. Returns the second.
+
+    `tell` hears what could not wait; the second half calls `reach` with the weights that it comes to next.
+    """
     graph = _Graph(roots, inputs)
     if not graph.on_the_way:
         return lambda: backward(roots)
@@ -65,14 +71,16 @@ def backward_inputs(roots: Sequence[Root], inputs: Sequence[torch.Tensor], *, te
     finally:
         for handle in handles:
             handle.remove()
-    return partial(_backward_weights, late, kept)
+    return partial(_backward_weights, late, kept, reach)
 
 
 def _keep(kept: dict[Node, tuple[torch.Tensor | None, ...]], node: Node, grads: tuple[torch.Tensor, ...]) -> None:
     kept[node] = grads
 
 
-def _backward_weights(groups: list[list[_Hub]], kept: dict[Node, tuple[torch.Tensor | None, ...]]) -> None:
+def _backward_weights(
+    groups: list[list[_Hub]], kept: dict[Node, tuple[torch.Tensor | None, ...]], reach: Reach
+) -> None:
     """The second half. Groups share no weight, so each weight's gradient is accumulated once."""
     while groups:
         group = groups.pop(0)
@@ -84,11 +92,9 @@ def _backward_weights(groups: list[list[_Hub]], kept: dict[Node, tuple[torch.Ten
                 grads = enumerate(kept.pop(hub.node, ()))
                 roots += [Root(GradientEdge(hub.node, slot), grad) for slot, grad in grads if grad is not None]
         if roots:
-            torch.autograd.backward(
-                [root.edge for root in roots],
-                [root.grad for root in roots],
-                inputs=[weight.variable for weight in {w for hub in group for w in hub.weights}],  # type: ignore[attr-defined]
-            )
+            weights = [weight.variable for weight in {w for hub in group for w in hub.weights}]  # type: ignore[attr-defined]
+            reach(weights)
+            torch.autograd.backward([root.edge for root in roots], [root.grad for root in roots], inputs=weights)
 
 
 class _Hub(NamedTuple):

@@ -40,6 +40,8 @@ class CutUnit:
 
     kind: str
     names: tuple[str, ...]
+    calls: tuple[str, ...]
+    reads: tuple[str, ...]
     training: Slice
     evaluating: Slice
     entry: Arguments | None
@@ -304,7 +306,12 @@ class Cut:
         for index, pair in enumerate(zip(training.units, evaluating.units, strict=True)):
             kind = kinds[index] or ("Prologue" if index < count - 1 else "Epilogue")
             entry = self.entry if index == 0 else None
-            units.append(CutUnit(kind, self._names[index], *pair, entry=entry))
+            slices = [*pair, *(one.loss for one in sliced if one.loss is not None and index == count - 1)]
+            calls, reads = (
+                tuple(dict.fromkeys(call.target for part in slices for call in part.piece.calls if call.op is op))
+                for op in (Op.MODULE, Op.READ)
+            )
+            units.append(CutUnit(kind, self._names[index], calls, reads, *pair, entry=entry))
         return units
 
     def _loss_of(self, sliced: tuple[Sliced, Sliced]) -> CutLoss | None:

@@ -276,6 +276,33 @@ class PipelineModule(nn.Module):
         """Whether it holds the last virtual stage, which takes the labels."""
         return self.placement[-1] == self.stage
 
+    def chunk_of(self) -> dict[str, int]:
+        """The chunk that alone uses a parameter, by its name here; empty where there is one chunk.
+
+        As far as layers say what they use: a function may read any parameter.
+        """
+        if self.chunks == 1:
+            return {}
+        users: dict[int, set[int]] = {}
+        used = [[name for unit in part for name in self._units[unit].names] for part in self._local_parts()]
+        if self.is_last:
+            used[-1].append("loss_fn")
+        parameters = dict(self.named_parameters(remove_duplicate=False))
+        for chunk, names in enumerate(used):
+            for fqn, param in parameters.items():
+                if any(fqn == name or fqn.startswith(f"{name}.") for name in names):
+                    users.setdefault(id(param), set()).add(chunk)
+        return {fqn: min(users[id(p)]) for fqn, p in parameters.items() if len(users.get(id(p), ())) == 1}
+
+    def calls(self) -> tuple[str, ...]:
+        """The modules that this stage calls one by one, and whose parameters nothing else of it reads."""
+        units = [self._units[unit] for part in self._local_parts() for unit in part]
+        read = {name for unit in units for name in unit.reads}
+        called = dict.fromkeys(name for unit in units for name in unit.calls)
+        if isinstance(self._modules.get("loss_fn"), nn.Module):
+            called["loss_fn"] = None
+        return tuple(name for name in called if not any(f"{one}.".startswith(f"{name}.") for one in read))
+
     def topology(self) -> ProcessTopology:
         """The grid of all ranks."""
         return self._topology

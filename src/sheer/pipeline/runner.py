@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from sheer.comm import Links, rank
 from sheer.errors import CommError, UsageError
-from sheer.pipeline.backward import Later, Root, Tell, backward, backward_inputs
+from sheer.pipeline.backward import Later, Reach, Root, Tell, backward, backward_inputs
 from sheer.pipeline.mail import Item, Mail, PeerFailed
 from sheer.pipeline.structure import Packed, pack
 from sheer.schedule import Action, Carried, Kind, Schedule
@@ -31,8 +31,8 @@ Run = Callable[..., Any]
 """`run(carry, chunk=k)`: this stage's layers of chunk k."""
 Loss = Callable[[Any, Any], torch.Tensor]
 Scale = Callable[[torch.Tensor], torch.Tensor]
-Around = Callable[[bool], AbstractContextManager[Any]]
-"""What to do around each backward; True for the last one of the step on this stage."""
+Around = Callable[[Action], AbstractContextManager[Any]]
+"""What to do around each action of this stage."""
 
 
 class Outcome(NamedTuple):
@@ -94,7 +94,8 @@ class Runner:
         loss: `loss(output, label)` on the stage of the last layers; None where no loss is wanted (evaluation only).
         links: `build_links(pipe, routes(schedule))`.
         device: where received tensors go.
-        around_backward: the engine's work around each backward (I and W are one each).
+        around: the engine's work around each forward, its loss included, and each backward (I and W are one each).
+        reach: told which weights a W comes to, before each group of them.
         scale: applied to the loss before its backward (fp16), not to the loss that is returned.
         on_failure: what the engine has to do where a step fails, before all ranks agree that it has: what the ranks
             of other pipelines, which go on until then, expect of this one.
@@ -110,7 +111,8 @@ class Runner:
         loss: Loss | None,
         links: Links,
         device: torch.device,
-        around_backward: Around = lambda last: nullcontext(),
+        around: Around = lambda action: nullcontext(),
+        reach: Reach = lambda weights: None,
         scale: Scale = lambda loss: loss,
         on_failure: Callable[[], None] = lambda: None,
         tell: Tell = lambda text: None,
@@ -122,15 +124,14 @@ class Runner:
         self._run = run
         self._loss = loss
         self._links = links
-        self._around = around_backward
+        self._around = around
+        self._reach = reach
         self._scale = scale
         self._on_failure = on_failure
         self._tell = tell
         self._mail = Mail(schedule, stage, links, device)
         self._actions = [action for action in schedule.actions[stage] if action.kind in _VERBS]
-        backwards = [place for place, action in enumerate(self._actions) if action.kind is not Kind.FORWARD]
-        self._last_backward = max(backwards, default=-1)
-        self._trains = bool(backwards)
+        self._trains = any(action.kind is not Kind.FORWARD for action in self._actions)
         self._virtual = [schedule.virtual(stage, chunk) for chunk in range(schedule.chunks)]
         self._end = len(schedule.placement) - 1
         self._broken = False
@@ -157,8 +158,8 @@ class Runner:
             self._mail.begin()
             self._check(inputs, labels)
             with torch.set_grad_enabled(self._trains):
-                for place, action in enumerate(self._actions):
-                    _VERBS[action.kind](self, action, step, place == self._last_backward)
+                for action in self._actions:
+                    _VERBS[action.kind](self, action, step)
             self._mail.end()
         except CommError:
             raise
@@ -182,13 +183,15 @@ class Runner:
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
-    def _forward(self, action: Action, step: _Step, last: bool) -> None:
+    def _forward(self, action: Action, step: _Step) -> None:
         virtual, micro_batch = self._virtual[action.chunk], action.micro_batch
         carry, leaves = self._carry(step, virtual, micro_batch)
-        output = self._run(carry, chunk=action.chunk)
-        del carry
-        if virtual == self._end:
-            flight = self._finish(output, step, micro_batch)
+        with self._around(action):
+            output = self._run(carry, chunk=action.chunk)
+            del carry
+            ended = self._finish(output, step, micro_batch) if virtual == self._end else None
+        if ended is not None:
+            flight = ended
         else:
             packed = _fixed(pack(output, what=f"the output of virtual stage {virtual}"))
             flight = _Flight((), tuple(get_gradient_edge(t) for t in packed.tensors if t.requires_grad))
@@ -228,28 +231,28 @@ class Runner:
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
-    def _backward(self, action: Action, step: _Step, last: bool) -> None:
+    def _backward(self, action: Action, step: _Step) -> None:
         flight = step.flights.pop((self._virtual[action.chunk], action.micro_batch))
         roots = self._roots(flight, action)
         flight.edges = ()
-        with self._around(last):
+        with self._around(action):
             backward(roots)
         roots.clear()
         self._send_back(flight, action)
 
-    def _backward_inputs(self, action: Action, step: _Step, last: bool) -> None:
+    def _backward_inputs(self, action: Action, step: _Step) -> None:
         flight = step.flights[self._virtual[action.chunk], action.micro_batch]
         roots = self._roots(flight, action)
         flight.edges = ()
-        with self._around(last):
-            flight.later = backward_inputs(roots, flight.leaves, tell=self._tell)
+        with self._around(action):
+            flight.later = backward_inputs(roots, flight.leaves, tell=self._tell, reach=self._reach)
         self._send_back(flight, action)
         flight.leaves = ()
 
-    def _backward_weights(self, action: Action, step: _Step, last: bool) -> None:
+    def _backward_weights(self, action: Action, step: _Step) -> None:
         flight = step.flights.pop((self._virtual[action.chunk], action.micro_batch))
         assert flight.later is not None
-        with self._around(last):
+        with self._around(action):
             flight.later()
 
     def _roots(self, flight: _Flight, action: Action) -> list[Root]:
@@ -286,7 +289,7 @@ class Runner:
             raise CommError("\n\n".join(["the step was stopped because another stage failed", *failures]))
 
 
-_VERBS: dict[Kind, Callable[[Runner, Action, _Step, bool], None]] = {
+_VERBS: dict[Kind, Callable[[Runner, Action, _Step], None]] = {
     Kind.FORWARD: Runner._forward,
     Kind.BACKWARD: Runner._backward,
     Kind.INPUT: Runner._backward_inputs,

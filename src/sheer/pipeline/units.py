@@ -19,6 +19,14 @@ class Unit(Protocol):
     def names(self) -> tuple[str, ...]:
         """Names, under the stage's module, of what it calls or reads there."""
 
+    @property
+    def calls(self) -> tuple[str, ...]:
+        """Names of the modules that it calls."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of what it reads otherwise."""
+
     def __call__(self, root: nn.Module, carry: Any) -> Any:
         """Run on what the unit before it returned; modules and parameters are looked up in `root` by name."""
 
@@ -33,6 +41,16 @@ class Layer(NamedTuple):
     def names(self) -> tuple[str, ...]:
         """Its own."""
         return (self.name,)
+
+    @property
+    def calls(self) -> tuple[str, ...]:
+        """Its own."""
+        return (self.name,)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """None."""
+        return ()
 
     def __call__(self, root: nn.Module, carry: Any) -> Any:
         """`module(carry)`."""
@@ -53,6 +71,16 @@ class Tied(NamedTuple):
         """Its own."""
         return (self.name,)
 
+    @property
+    def calls(self) -> tuple[str, ...]:
+        """None: the function decides."""
+        return ()
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Its own."""
+        return (self.name,)
+
     def __call__(self, root: nn.Module, carry: Any) -> Any:
         """`forward_fn(module, carry)`."""
         return self.forward(root._modules[self.name], carry)
@@ -66,6 +94,16 @@ class Function(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
+        """None."""
+        return ()
+
+    @property
+    def calls(self) -> tuple[str, ...]:
+        """None."""
+        return ()
+
+    @property
+    def reads(self) -> tuple[str, ...]:
         """None."""
         return ()
 

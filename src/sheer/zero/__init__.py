@@ -6,6 +6,7 @@ For users: `GatheredParameters`.
 from sheer.zero.access import GatheredParameters, register_external_parameter, unregister_external_parameter
 from sheer.zero.autograd import inside_backward
 from sheer.zero.flat import FlatBucket, Source, assemble
+from sheer.zero.gathering import Pass, Phase
 from sheer.zero.runtime import Wiring, ZeroRuntime, placed_of, runtime_of
 from sheer.zero.units import NO_UNITS, ROOT, Units, find_units
 
@@ -14,6 +15,8 @@ __all__ = [
     "ROOT",
     "FlatBucket",
     "GatheredParameters",
+    "Pass",
+    "Phase",
     "Source",
     "Units",
     "Wiring",

@@ -11,6 +11,10 @@ is through with it, so that gathers and reductions have one order on one lane.
 Forward: a unit is whole from a call's beginning to its end; the last one of a forward stays, for backward begins with
 it. Backward: a unit is whole from the gradient of a call's output until something that ran before that call is reached.
 What belongs to no block (the unit "") stays from its first use to the update.
+
+A pipeline's stage has a plan for each kind of pass and each of its chunks, and says which pass comes next (`turn`), so
+that the unit which that one begins with stays, or is on its way, when it begins. Between a forward and its backward
+nothing is kept: other micro-batches come between.
 """
 
 from __future__ import annotations
@@ -67,6 +71,22 @@ class Call:
     stop: int = 0
 
 
+class Phase(Enum):
+    """What a pass over the units is for."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    INPUTS = "the inputs' half of a backward"
+    WEIGHTS = "the weights' half of a backward"
+
+
+class Pass(NamedTuple):
+    """A kind of pass, each with a plan of its own."""
+
+    phase: Phase
+    chunk: int = 0
+
+
 class _Opening(NamedTuple):
     """What a unit is whole for in a backward."""
 
@@ -80,7 +100,14 @@ class Gathering:
     """The units of one model. Does nothing where nothing is sharded (`flats` is empty)."""
 
     def __init__(
-        self, flats: Sequence[ShardedFlat], order: Sequence[str], *, axis: Axis, lane: Lane, vault: Vault
+        self,
+        flats: Sequence[ShardedFlat],
+        order: Sequence[str],
+        *,
+        chunks: Sequence[Sequence[str]],
+        axis: Axis,
+        lane: Lane,
+        vault: Vault,
     ) -> None:
         self.vault = vault
         self.before: Callable[[Callable[[str], bool]], None] = _nothing
@@ -100,11 +127,15 @@ class Gathering:
         self._unit_of = {
             id(param): unit for unit in self._units.values() for flat in unit.flats for param in flat.params
         }
-        self._order = tuple(name for name in order if name != ROOT)
-        self._forward = Walk(self._order)
-        self._backward = Walk(self._order[::-1])
-        self._records: tuple[list[tuple[str, ...]], list[tuple[str, ...]]] | None = ([], [])
-        """What the first step has come to, forward and backward; None once the plans are agreed."""
+        self._chunks = tuple(map(tuple, chunks))
+        self._walks = {
+            Pass(phase, chunk): Walk(names if phase is Phase.FORWARD else names[::-1])
+            for phase in Phase
+            for chunk, names in enumerate(self._chunks)
+        }
+        self._records: dict[Pass, list[tuple[str, ...]]] | None = {one: [] for one in self._walks}
+        """What the first step has come to in each kind of pass; None once the plans are agreed."""
+        self.turn(None)
         self._clock = 0
         self._depth = 0  # calls of the whole module that are running
         self._open: dict[Unit, _Opening] = {}
@@ -118,7 +149,12 @@ class Gathering:
     @property
     def paces(self) -> bool:
         """Whether there is a plan that reductions keep to."""
-        return bool(self._order)
+        return any(self._chunks)
+
+    @property
+    def within_forward(self) -> bool:
+        """Whether a call of the whole module, or a forward of a stage, is running."""
+        return self._depth > 0
 
     @property
     def learning(self) -> bool:
@@ -171,7 +207,39 @@ class Gathering:
         if position < len(walk.order):
             self._submit(self._units[walk.order[position]])
 
+    # --- which pass -------------------------------------------------------------------------------------------------
+
+    def turn(self, current: Pass | None, *, following: Pass | None = None) -> None:
+        """The next pass is `current`, and then comes `following`; None: as the module is called, whatever comes."""
+        back = current if current is not None and current.phase is not Phase.FORWARD else Pass(Phase.BACKWARD)
+        ahead = current if current is not None and current.phase is Phase.FORWARD else Pass(Phase.FORWARD)
+        self._passes = (ahead, back)
+        nothing = Walk(())
+        self._forward, self._backward = self._walks.get(ahead, nothing), self._walks.get(back, nothing)
+        self._following = None if following is None else self._walks.get(following, nothing)
+        self._piped = current is not None
+
+    def _kept(self, walk: Walk) -> str | None:
+        """The last unit of `walk`, where the pass after it begins with it."""
+        last = walk.order[-1] if walk.order else None
+        if self._piped:
+            return last if self._following is not None and self._following.order[:1] == (last,) else None
+        return last if walk is self._forward and torch.is_grad_enabled() else None
+
+    def _end(self, walk: Walk) -> None:
+        """The rest of a pass, and the beginning of the one that is known to follow."""
+        self._pass(walk, walk.rest())
+        if self._following is not None:
+            self._prefetch(self._following, 0)
+
     # --- forward ----------------------------------------------------------------------------------------------------
+
+    def begin_pipelined(self) -> None:
+        """A forward of a pipeline's stage begins, its loss included. What belongs to no block is gathered with the
+        first one, so that a rank which never comes to its layers gathers it too."""
+        self.begin_forward()
+        if ROOT in self._units:
+            self._arrive(self._units[ROOT])
 
     def begin_forward(self) -> None:
         """A call of the whole module begins."""
@@ -186,10 +254,13 @@ class Gathering:
         self._depth -= 1
         if self._depth or inside_backward():
             return
-        keep_last = torch.is_grad_enabled()
-        self._pass(self._forward, self._forward.rest(), keep_last=keep_last)
-        if keep_last and self._records is not None:
-            self._records[0].append(tuple(self._forward.record))
+        self._end(self._forward)
+        if torch.is_grad_enabled():
+            self._note(self._passes[0], self._forward)
+
+    def _note(self, what: Pass, walk: Walk) -> None:
+        if self._records is not None and what in self._records:
+            self._records[what].append(tuple(walk.record))
 
     def abort_forward(self) -> None:
         """It has raised. Other ranks may go on, so they find this one where they expect it."""
@@ -247,7 +318,7 @@ class Gathering:
         if walk is self._backward:
             self.before(lambda name: walk.is_over(name, position))
 
-    def _pass(self, walk: Walk, positions: range, *, keep_last: bool = False) -> None:
+    def _pass(self, walk: Walk, positions: range) -> None:
         """Gather what this rank skips; what the plan has twice in a row stays for the second time."""
         for position in positions:
             unit = self._units[walk.order[position]]
@@ -255,7 +326,8 @@ class Gathering:
             self._arrive(unit)
             self._prefetch(walk, position + 1)
             following = walk.order[position + 1] if position + 1 < len(walk.order) else None
-            if following != unit.name and unit not in self._open and not (keep_last and following is None):
+            stays = following == unit.name or (following is None and self._kept(walk) == unit.name)
+            if not stays and unit not in self._open:
                 self._release(unit)
 
     def leave(self, call: Call) -> None:
@@ -272,9 +344,7 @@ class Gathering:
         if not self._depth:
             return False
         walk = self._forward
-        if walk.next is None:
-            return torch.is_grad_enabled() and walk.order[-1:] == (unit.name,)
-        return walk.next == unit.name
+        return unit.name == (self._kept(walk) if walk.next is None else walk.next)
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
@@ -328,6 +398,17 @@ class Gathering:
                 del self._open[unit]
                 self._release(unit)
 
+    def reach(self, names: Iterable[str]) -> None:
+        """The weights' half of a backward comes to parameters of these units; it is through with all others."""
+        units = [self._units[name] for name in names if name in self._units]
+        for unit in [unit for unit in self._open if unit not in units]:
+            del self._open[unit]
+            self._release(unit)
+        for unit in units:
+            if unit not in self._open:
+                self._open[unit] = _Opening(-1, -1)
+                self._open_up(unit)
+
     def begin_backward(self) -> None:
         """A backward begins; whatever it reaches, this rank will have gathered every unit when it ends."""
         self._running = True
@@ -338,12 +419,13 @@ class Gathering:
         if not self._running:
             return
         opened, self._open = self._open, {}
+        kept = self._kept(self._backward) if self._backward.next is None else None
         for unit in opened:
-            self._release(unit)
-        self._pass(self._backward, self._backward.rest())
+            if unit.name != kept:
+                self._release(unit)
+        self._end(self._backward)
         self._running = False
-        if self._records is not None:
-            self._records[1].append(tuple(self._backward.record))
+        self._note(self._passes[1], self._backward)
 
     def abort_backward(self) -> None:
         """It has failed; other ranks may go on."""
@@ -361,7 +443,9 @@ class Gathering:
         for unit in self._units.values():
             unit.kept = False
             self._let_go(unit)
-        if self._records is not None and self._records[1]:
+        if self._records is not None and any(
+            records for one, records in self._records.items() if one.phase is not Phase.FORWARD
+        ):
             self._agree()
 
     def let_go_of_idle(self) -> None:
@@ -372,15 +456,25 @@ class Gathering:
 
     def _agree(self) -> None:
         assert self._records is not None
-        forward, backward = (list(dict.fromkeys(records)) for records in self._records)
-        told = self._axis.gather_objects((forward, backward, self._noticed))
+        told = self._axis.gather_objects(
+            ([list(dict.fromkeys(records)) for records in self._records.values()], self._noticed)
+        )
+        self.read_outside.update(name for _, noticed in told for name in noticed)
+        for place, one in enumerate(self._records):
+            seen = merge(record for records, _ in told for record in records[place])
+            self._walks[one] = Walk(self._completed(one, seen))
         self._records = None
-        self.read_outside.update(name for _, _, noticed in told for name in noticed)
-        seen = complete(merge(r for forward, _, _ in told for r in forward), self._order)
-        self._forward = Walk(seen)
-        trained = [u for u in self._order if any(flat.plan.trainable for flat in self._units[u].flats)]
-        back = merge(r for _, backward, _ in told for r in backward)
-        self._backward = Walk(complete(back[::-1], trained)[::-1])
+        self.turn(None)
+
+    def _completed(self, one: Pass, seen: tuple[str, ...]) -> tuple[str, ...]:
+        """The plan of a kind of pass, which has come to `seen` on the first step: with what other steps may come to."""
+        units = self._chunks[one.chunk]
+        if one.phase is Phase.FORWARD:
+            return complete(seen, units)
+        if one.phase is not Phase.BACKWARD and not seen:  # a first stage has no inputs to find gradients of
+            return ()
+        trained = [name for name in units if any(flat.plan.trainable for flat in self._units[name].flats)]
+        return complete(seen[::-1], trained)[::-1]
 
     @contextmanager
     def pinned(self, names: Iterable[str]) -> Iterator[None]:

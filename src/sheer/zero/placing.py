@@ -63,7 +63,9 @@ def place(
             ReplicatedFlat(bucket, own, layout=layout, axis=axis, device=device, depots=depots)
             for bucket, own in buckets
         )
-        return Placed(axis, replicated, Gathering((), (), axis=axis, lane=lane, vault=vault), _homes(replicated))
+        return Placed(
+            axis, replicated, Gathering((), (), chunks=(), axis=axis, lane=lane, vault=vault), _homes(replicated)
+        )
 
     def of_rank_0(_slot: Slot, param: torch.nn.Parameter) -> torch.Tensor:
         value = param.detach().contiguous()
@@ -83,7 +85,7 @@ def place(
         )
         for bucket, own in buckets
     )
-    gathering = Gathering(sharded, units.order, axis=axis, lane=lane, vault=vault)
+    gathering = Gathering(sharded, units.order, chunks=units.chunks, axis=axis, lane=lane, vault=vault)
     return Placed(axis, sharded, gathering, _homes(sharded))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -71,8 +71,6 @@ class ZeroRuntime:
         """Whether the next backward reduces; set by the engine, which knows the accumulation boundary."""
         self.mean_factor = 1.0
         """What turns the sum over ranks and micro-batches into the mean; set by the engine for each step."""
-        self.reduced = False
-        """Whether every bucket has been launched since gradients last arrived."""
         self.running = False
         """Whether a backward has begun and not finished."""
         self.by_user = False
@@ -87,10 +85,14 @@ class ZeroRuntime:
         self._ties = TiedGrads(self.grads, mesh, self.lane.counters)
         self._all_used = torch.ones(sum(len(grad.flat.params) for grad in self.grads), device=device)
         self.gathering.before = weakly(self._launch_over)
-        self._next = 0
+        self._all = tuple(range(len(self.grads)))
+        self._expected = self._all  # buckets that gradients of this backward may come to
+        self._to_launch = self._all  # those of them that it reduces, where it does
+        self._next = 0  # of those to launch
         self._sent = bytearray(len(self.grads))  # launched in this backward
+        self._unreduced = {*self._all}  # not launched since gradients last arrived
+        self._unreduced_before = {*self._all}
         self._in_flight: deque[BucketGrad] = deque()
-        self._reduced_before = False
         self._gathering: list[Ticket] = []
         self._hooks = [
             param.register_post_accumulate_grad_hook(GradHook(self, position, index))  # type: ignore[no-untyped-call]
@@ -126,14 +128,29 @@ class ZeroRuntime:
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
+    @property
+    def reduced(self) -> bool:
+        """Whether every bucket has been launched since gradients last arrived."""
+        return not self._unreduced
+
     @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Around a backward that the engine runs itself: announces it and finishes it."""
+    def backward(self, *, chunk: int | None = None, shared: bool = True) -> Iterator[None]:
+        """Around a backward that the engine runs itself: announces it and finishes it.
+
+        Where it is one of a chunk of a pipeline's stage, only that chunk's buckets are reduced in it, and, if it is to
+        reduce the `shared` ones too, those that are not one chunk's.
+        """
+        self._expect(chunk, shared=shared)
         self._begin()
         self.gathering.begin_backward()
         yield
         self.gathering.end_backward()
         self.finish()
+
+    def reach(self, weights: Sequence[torch.Tensor]) -> None:
+        """The weights' half of a backward comes to these next; they are whole meanwhile."""
+        homes = [home for weight in weights if (home := self.placed.home(weight)) is not None]
+        self.gathering.reach({home.flat.plan.key.unit: None for home in homes})
 
     def watch(self, outputs: object) -> None:
         """Announce the backward that will start at these forward outputs, before its first gradient arrives.
@@ -155,12 +172,21 @@ class ZeroRuntime:
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 leaf.grad_fn.register_prehook(announce)
 
+    def _expect(self, chunk: int | None, *, shared: bool = True) -> None:
+        """Say which buckets the next backward is about; all where it is not one of a chunk."""
+        self._expected = self._to_launch = self._all
+        if chunk is not None:
+            chunks = [grad.flat.plan.key.chunk for grad in self.grads]
+            self._expected = tuple(i for i in self._all if chunks[i] in (chunk, None))
+            self._to_launch = self._expected if shared else tuple(i for i in self._expected if chunks[i] is not None)
+
     def _begin(self) -> None:
-        self._reduced_before = self.reduced
-        self.running, self.reduced = True, False
+        self._unreduced_before = {*self._unreduced}
+        self._unreduced.update(self._expected)
+        self.running = True
         self._start_launching()
-        for grad in self.grads:
-            grad.begin_backward()
+        for index in self._expected:
+            self.grads[index].begin_backward()
 
     def _on_grad(self, position: int, index: int) -> None:
         """A gradient has come about which counting was not enough."""
@@ -190,16 +216,16 @@ class ZeroRuntime:
 
     def _launch_ready(self) -> None:
         """Launch, in plan order, the buckets whose gradients are all there."""
-        while self._next < len(self.grads) and self.grads[self._next].countdown.pending == 0:
-            self._launch(self._next)
+        while self._next < len(self._to_launch) and self.grads[self._to_launch[self._next]].countdown.pending == 0:
+            self._launch(self._to_launch[self._next])
             self._next += 1
 
     def _launch_over(self, is_over: Callable[[str], bool]) -> None:
         """Launch the buckets of units that the backward is through with on every rank, whether this rank has been in
         them or not: reductions and gathers go over one lane, in one order."""
         if self.running and self.reducing:
-            for index, grad in enumerate(self.grads):
-                if not self._sent[index] and is_over(grad.flat.plan.key.unit):
+            for index in self._to_launch:
+                if not self._sent[index] and is_over(self.grads[index].flat.plan.key.unit):
                     self._launch(index)
 
     def _make_room(self) -> None:
@@ -211,6 +237,7 @@ class ZeroRuntime:
         grad = self.grads[index]
         grad.launch()
         self._sent[index] = 1
+        self._unreduced.discard(index)
         self._in_flight.append(grad)
 
     def _finish_announced(self) -> None:
@@ -222,25 +249,29 @@ class ZeroRuntime:
             self.finish()
             return
         self._rest()  # torch.autograd.grad: it accumulates nothing
-        if self._reduced_before:
-            self._note_reduced()
+        self._unreduced = self._unreduced_before
+        self._show_mean()
 
     def finish(self) -> None:
         """The backward is over: launch what is left, so that every bucket has been, and show what can be shown."""
         self._rest()
-        if not self.reducing:
-            for grad in self.grads:
-                if grad.countdown.started:
-                    self._collect(grad)
-            return
-        for index, grad in enumerate(self.grads):
-            if not self._sent[index] or grad.late:
+        launching = self._to_launch if self.reducing else ()
+        for index in launching:
+            if not self._sent[index] or self.grads[index].late:
                 self._launch(index)
-        self._note_reduced()
+        for index in self._expected:
+            if index not in launching and self.grads[index].countdown.started:
+                self._collect(self.grads[index])
+        for index in self._all:
+            if self.grads[index].late:  # a function of this chunk has reached parameters of another
+                self._collect(self.grads[index])
+                self.grads[index].late = False
+                self._unreduced.add(index)
+        if self.reducing:
+            self._show_mean()
 
-    def _note_reduced(self) -> None:
-        self.reduced = True
-        if self.layout.stage.optim is Placement.REPLICATED:
+    def _show_mean(self) -> None:
+        if self.reduced and self.layout.stage.optim is Placement.REPLICATED:
             self._average()
 
     def _rest(self) -> None:
@@ -259,8 +290,10 @@ class ZeroRuntime:
         backward reduced are reduced now. No backward may follow before `clear` where stages share parameters."""
         self.reducing = True
         if not self.reduced:
+            self._expected = self._to_launch = tuple(sorted(self._unreduced))
             self._start_launching()
             self.finish()
+            self._expect(None)
         for grad in self.grads:
             grad.heed_user()
         self._average()
@@ -278,7 +311,10 @@ class ZeroRuntime:
         self._ties.clear()
         for grad in self.grads:
             grad.clear()
-        self.reduced = self.by_user = False
+        self._expect(None)
+        self._sent = bytearray(b"\x01") * len(self.grads)  # nothing is due until a backward begins
+        self._unreduced = {*self._all}
+        self.by_user = False
 
     @property
     def dirty(self) -> bool:

@@ -11,7 +11,10 @@ from typing import NamedTuple
 
 from torch import nn
 
+from sheer.layout import Split
+
 ROOT = ""
+WHOLE = Split()
 
 
 class Units(NamedTuple):
@@ -27,13 +30,19 @@ class Units(NamedTuple):
     """The modules that `find_units` was given."""
     outside: frozenset[str] = frozenset()
     """Parameters of blocks that belong to no unit but the model's, since they are read outside their block."""
+    chunks: tuple[tuple[str, ...], ...] = ()
+    """The units, but for "", that each chunk of a pipeline's stage needs; a plain model is one chunk."""
 
 
 NO_UNITS = Units({}, (), {})
 
 
-def find_units(module: nn.Module, blocks: Sequence[str], *, outside: frozenset[str] = frozenset()) -> Units:
-    """Make every module named in `blocks` a unit, one inside another too, but for the parameters named in `outside`."""
+def find_units(
+    module: nn.Module, blocks: Sequence[str], *, outside: frozenset[str] = frozenset(), split: Split = WHOLE
+) -> Units:
+    """Make every module named in `blocks` a unit, one inside another too, but for the parameters named in `outside`,
+    and for those that several stages of `split` hold: all of them must lay them out alike.
+    """
     modules = dict(module.named_modules(remove_duplicate=False))
     first_name = {id(found): fqn for fqn, found in module.named_modules()}
     names = {id(modules[fqn]): first_name[id(modules[fqn])] for fqn in blocks} | {id(module): ROOT}
@@ -52,6 +61,11 @@ def find_units(module: nn.Module, blocks: Sequence[str], *, outside: frozenset[s
     for fqn in outside:
         places[id(module.get_parameter(fqn))].append(ROOT)
     homes = {param: _innermost_common([enclosing(path) for path in paths]) for param, paths in places.items()}
+    homes |= {
+        id(param): ROOT
+        for fqn, param in module.named_parameters(remove_duplicate=False)
+        if split.canonical.get(fqn, fqn) in split.tied
+    }
 
     unit_of: dict[str, str] = {}
     needs: dict[str, list[str]] = {ROOT: []}
@@ -68,7 +82,18 @@ def find_units(module: nn.Module, blocks: Sequence[str], *, outside: frozenset[s
         needs[ROOT].append(ROOT)
     order = tuple(fqn for fqn in first_name.values() if fqn in used)
     gates = {gate: tuple(sorted(units, key=order.index)) for gate, units in needs.items()}
-    return Units(unit_of, order, gates, tuple(blocks), outside)
+    return Units(unit_of, order, gates, tuple(blocks), outside, _by_chunk(unit_of, order, split))
+
+
+def _by_chunk(unit_of: Mapping[str, str], order: Sequence[str], split: Split) -> tuple[tuple[str, ...], ...]:
+    """The units of each chunk; those that no one chunk has are every chunk's."""
+    users: dict[str, set[int | None]] = {}
+    for fqn, unit in unit_of.items():
+        users.setdefault(unit, set()).add(split.chunk_of.get(fqn))
+    return tuple(
+        tuple(unit for unit in order if unit != ROOT and not users[unit].isdisjoint({chunk, None}))
+        for chunk in range(split.chunks)
+    )
 
 
 def _innermost_common(chains: list[list[str]]) -> str:
