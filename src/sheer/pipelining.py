@@ -264,9 +264,15 @@ class Pipeline:
     def _loss(self, output: Any, label: Any) -> Any:
         assert self._desk is not None
         with self._desk.autocast():
-            if self.module.loss_fn is None:
-                return feeding.loss_of(output)
-            return self.module.loss_fn(output, label)
+            loss = feeding.loss_of(output) if self.module.loss_fn is None else self.module.loss_fn(output, label)
+        if self._desk.runtime.gathering.learning and isinstance(loss, torch.Tensor) and bool(loss.isnan().any()):
+            self._teller.warn_once(
+                "nan at stage 3",
+                "a loss of the first step is not a number. At stage 3 a parameter is NaN where it is read outside the "
+                "call of its layer (by a function among the layers, by layer.forward(...), in loss_fn): let the layer "
+                "that holds it do that, or name other zero_optimization.blocks",
+            )
+        return loss
 
     def _scale(self, loss: torch.Tensor) -> torch.Tensor:
         assert self._desk is not None

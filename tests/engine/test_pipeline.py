@@ -33,6 +33,7 @@ from tests.engine.stages import (
     whole,
 )
 from tests.engine.test_identity import face
+from tests.pipeline.models import Language
 
 
 def start(case: Case, stages: int, *, module: nn.Module | None = None, **more: Any) -> Any:
@@ -393,3 +394,56 @@ def test_a_stage_stays_the_module_it_is(zero: int, precision: dict[str, Any], co
     del module.checkpoint_parallel_write_pipeline
     engine.destroy()
     assert face(module) == before
+
+
+# --- sharded parameters -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("more", [{}, {"chunks": 2, "placement": "v"}], ids=["1f1b", "zb-v"])
+def test_a_cut_model_is_sharded_under_its_own_names(more: dict[str, Any]) -> None:
+    """Parameters that the forward reads outside a call, shared ones, one that nothing uses; the model's own loss."""
+    case = case_of(2, stage=3, accumulation=2)
+    (tokens,) = batches(1, size=case.global_batch)
+    tokens = tokens % 11
+    torch.manual_seed(0)
+    module = sheer.PipelineModule.from_module(Language(), blocks="body.blocks.*", num_stages=2, **more)
+    engine = start(case, 2, module=module)
+    assert any(bucket.key.unit.startswith("body.blocks") for bucket in engine.layout.buckets)
+    torch.manual_seed(0)
+    expected = Language()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        mine = [(parts[case.rank], parts[case.rank]) for parts in case.micro_batches(tokens)]
+        loss = engine.train_batch(iter(mine))
+        reference = expected(tokens, tokens)
+        torch.testing.assert_close(loss, reference.detach(), **CLOSE)
+        reference.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same_parameters(engine, expected)
+
+
+class Weighed(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(31))
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(output * self.weight, target)
+
+
+@pytest.mark.world_size(4)
+def test_a_loss_with_parameters_is_sharded_too() -> None:
+    case = case_of(2, stage=3, accumulation=2)
+    engine = start(case, 2, module=staged(2, loss_fn=Weighed()))
+    expected = whole(loss_fn=Weighed())
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
+    for batch in batches(3, size=case.global_batch):
+        train(engine, case, [batch])
+        expected.loss_fn(expected(batch), batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same_parameters(engine, expected)

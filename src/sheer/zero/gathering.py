@@ -396,14 +396,19 @@ class Gathering:
         for unit, opening in list(self._open.items()):
             if opening.start > after or opening.task > task:
                 del self._open[unit]
-                self._release(unit)
+                self._finish_with(unit)
+
+    def _finish_with(self, unit: Unit) -> None:
+        """The backward is through with a unit; it goes unless the next pass begins with it."""
+        if self._backward.next is not None or unit.name != self._kept(self._backward):
+            self._release(unit)
 
     def reach(self, names: Iterable[str]) -> None:
         """The weights' half of a backward comes to parameters of these units; it is through with all others."""
         units = [self._units[name] for name in names if name in self._units]
         for unit in [unit for unit in self._open if unit not in units]:
             del self._open[unit]
-            self._release(unit)
+            self._finish_with(unit)
         for unit in units:
             if unit not in self._open:
                 self._open[unit] = _Opening(-1, -1)
@@ -419,10 +424,8 @@ class Gathering:
         if not self._running:
             return
         opened, self._open = self._open, {}
-        kept = self._kept(self._backward) if self._backward.next is None else None
         for unit in opened:
-            if unit.name != kept:
-                self._release(unit)
+            self._finish_with(unit)
         self._end(self._backward)
         self._running = False
         self._note(self._passes[1], self._backward)
