@@ -105,7 +105,7 @@ def test_buckets_are_of_one_kind_and_bounded(planned) -> None:
     for index, bucket in enumerate(plan.buckets):
         assert bucket.index == index
         specs_here = [by_name[slot.fqn] for slot in bucket.slots]
-        assert {(s.dtype, s.grad_dtype, s.group, s.tie, s.unit) for s in specs_here} == {tuple(bucket.key)}
+        assert {(s.dtype, s.grad_dtype, s.group, s.tie, s.unit, s.chunk) for s in specs_here} == {tuple(bucket.key)}
         used = sum(layout.align(slot.numel) for slot in bucket.slots)
         assert used <= limit or len([slot for slot in bucket.slots if slot.numel]) == 1
         assert bucket.numel < used + ALIGNMENT * plan.world or used == 0
