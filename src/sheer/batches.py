@@ -73,7 +73,7 @@ class BatchVerbs(ABC):
     def _pass_through(self, pipeline: Pipeline, data_iter: Iterator[Any] | None) -> int:
         self._require_between_steps("train_batch")
         count = self._batch.accumulation
-        start = pipeline.start(lambda: self._batches(data_iter), micro_batches=count, changed=self._frozen_changed())
+        start = pipeline.start(lambda: self._batches(data_iter), micro_batches=count, changed=self._plan_changed())
         return self._run_stages(pipeline, count, replan=start.replan)
 
     def _run_stages(self, pipeline: Pipeline, count: int, *, replan: bool) -> int:
@@ -110,7 +110,7 @@ class BatchVerbs(ABC):
         self._check_can_step()
         count = self._window
         if self._pipeline is not None and not count:
-            rest = self._pipeline.rest(changed=self._frozen_changed())
+            rest = self._pipeline.rest(changed=self._plan_changed())
             count = rest.micro_batches and self._run_stages(self._pipeline, rest.micro_batches, replan=rest.replan)
         if count == 0:
             return None
@@ -211,7 +211,7 @@ class BatchVerbs(ABC):
     def _require_between_steps(self, what: str) -> None: ...
 
     @abstractmethod
-    def _frozen_changed(self) -> bool: ...
+    def _plan_changed(self) -> bool: ...
 
     @abstractmethod
     def _replan(self) -> None: ...

@@ -136,18 +136,30 @@ class Engine(BatchVerbs, CheckpointVerbs, CompileVerbs, DeepSpeedNames):
             self._compiler.set_gate(fqn, gate)
         self._arm()
 
-    def _replan(self, why: str | None = None) -> None:
+    def _plan_changed(self) -> bool:
+        return self._frozen_changed() or bool(self._runtime.gathering.read_outside)
+
+    def _replan(self) -> None:
         """Parameters were frozen or unfrozen, or go into other units: new buckets, every state kept under its
         parameter's name."""
         self._runtime.heed_user()
+        moved = self._runtime.gathering.read_outside
+        if moved:
+            self._units = find_units(
+                self.module, self._units.blocks, outside=self._units.outside | moved, split=self._split
+            )
         traffic = self.traffic
         self._plan = planning.rebuild(self._plan, self._params, **self._circumstances())
         self._flags = self._trainable_now()
         self._runtime = self._plan.runtime
         self._runtime.count_on(traffic)
         self._attach()
-        trained = f"{sum(self._flags)} of {len(self._flags)} parameters train now"
-        self._teller.info(why or f"requires_grad changed: {trained}")
+        self._teller.info(
+            f"stage 3: {len(moved)} parameters ({min(moved)!r}, ...) are read outside the call of their block, so they "
+            "are gathered with what is in no block"
+            if moved
+            else f"requires_grad changed: {sum(self._flags)} of {len(self._flags)} parameters train now"
+        )
 
     # --- a micro-batch ----------------------------------------------------------------------------------------------
 
@@ -178,14 +190,8 @@ class Engine(BatchVerbs, CheckpointVerbs, CompileVerbs, DeepSpeedNames):
 
     def _heed_outside(self) -> None:
         """Parameters of a block that are read outside it belong to what is in no block: a new plan, between steps."""
-        names = self._runtime.gathering.read_outside
-        if not names or self._window or self._runtime.dirty:
-            return
-        self._units = find_units(self.module, self._units.blocks, outside=self._units.outside | names)
-        self._replan(
-            f"stage 3: {len(names)} parameters ({min(names)!r}, ...) are read outside the call of their block, so they "
-            "are gathered with what is in no block"
-        )
+        if self._runtime.gathering.read_outside and not (self._window or self._runtime.dirty):
+            self._replan()
 
     def _heed_unfrozen(self) -> None:
         """Parameters that train now and did not when planned need room for gradients: a new plan, between steps.

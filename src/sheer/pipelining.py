@@ -22,7 +22,7 @@ from sheer.pipeline.mail import routes
 from sheer.pipeline.runner import Runner
 from sheer.pipeline.structure import Blueprint, pack
 from sheer.schedule import Action, Kind, Schedule
-from sheer.zero import Pass, Phase, ZeroRuntime
+from sheer.zero import Pass, Phase, ZeroRuntime, runs_twice
 
 
 class Desk(NamedTuple):
@@ -247,7 +247,7 @@ class Pipeline:
                 links=self._links,
                 device=self._device,
                 around=self._around,
-                reach=self._reach,
+                cheap=runs_twice,
                 scale=self._scale,
                 tell=lambda text: self._teller.warn_once(text, text),
                 on_failure=self._keep_company,
@@ -264,15 +264,9 @@ class Pipeline:
     def _loss(self, output: Any, label: Any) -> Any:
         assert self._desk is not None
         with self._desk.autocast():
-            loss = feeding.loss_of(output) if self.module.loss_fn is None else self.module.loss_fn(output, label)
-        if self._desk.runtime.gathering.learning and isinstance(loss, torch.Tensor) and bool(loss.isnan().any()):
-            self._teller.warn_once(
-                "nan at stage 3",
-                "a loss of the first step is not a number. At stage 3 a parameter is NaN where it is read outside the "
-                "call of its layer (by a function among the layers, by layer.forward(...), in loss_fn): let the layer "
-                "that holds it do that, or name other zero_optimization.blocks",
-            )
-        return loss
+            if self.module.loss_fn is None:
+                return feeding.loss_of(output)
+            return self.module.loss_fn(output, label)
 
     def _scale(self, loss: torch.Tensor) -> torch.Tensor:
         assert self._desk is not None
@@ -287,17 +281,14 @@ class Pipeline:
         runtime.gathering.turn(leg.what, following=self._legs[1].what if len(self._legs) > 1 else None)
         if leg.what.phase is Phase.FORWARD:
             runtime.gathering.begin_pipelined()
-            yield
+            with runtime.gathering.watched():
+                yield
             runtime.gathering.end_forward()
         else:
             runtime.reducing = leg.reduces
             with runtime.backward(chunk=leg.what.chunk, shared=leg.shared):
                 yield
         self._legs.popleft()
-
-    def _reach(self, weights: Sequence[torch.Tensor]) -> None:
-        assert self._desk is not None
-        self._desk.runtime.reach(weights)
 
     def _keep_company(self) -> None:
         """The step has failed here: gather and reduce with the other data ranks what they expect, whatever it is."""

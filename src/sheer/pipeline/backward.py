@@ -24,7 +24,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 Tell = Callable[[str], None]
-Reach = Callable[[Sequence[torch.Tensor]], None]
+Cheap = Callable[[object], bool]
 
 
 class Root(NamedTuple):
@@ -45,13 +45,13 @@ def backward(roots: Sequence[Root]) -> None:
 
 
 def backward_inputs(
-    roots: Sequence[Root], inputs: Sequence[torch.Tensor], *, tell: Tell, reach: Reach = lambda weights: None
+    roots: Sequence[Root], inputs: Sequence[torch.Tensor], *, tell: Tell, cheap: Cheap = lambda hook: False
 ) -> Later:
-    """The first half: `.grad` of `inputs`, which are leaves. Returns the second.
+    """The first half: `.grad` of `inputs`, which are leaves. Returns the second; `tell` hears what could not wait.
 
-    `tell` hears what could not wait; the second half calls `reach` with the weights that it comes to next.
+    `cheap` says of a hook that unpacks a saved tensor whether it may run twice.
     """
-    graph = _Graph(roots, inputs)
+    graph = _Graph(roots, inputs, cheap)
     if not graph.on_the_way:
         return lambda: backward(roots)
     early, late = graph.deal(tell)
@@ -71,16 +71,14 @@ def backward_inputs(
     finally:
         for handle in handles:
             handle.remove()
-    return partial(_backward_weights, late, kept, reach)
+    return partial(_backward_weights, late, kept)
 
 
 def _keep(kept: dict[Node, tuple[torch.Tensor | None, ...]], node: Node, grads: tuple[torch.Tensor, ...]) -> None:
     kept[node] = grads
 
 
-def _backward_weights(
-    groups: list[list[_Hub]], kept: dict[Node, tuple[torch.Tensor | None, ...]], reach: Reach
-) -> None:
+def _backward_weights(groups: list[list[_Hub]], kept: dict[Node, tuple[torch.Tensor | None, ...]]) -> None:
     """The second half. Groups share no weight, so each weight's gradient is accumulated once."""
     while groups:
         group = groups.pop(0)
@@ -93,7 +91,6 @@ def _backward_weights(
                 roots += [Root(GradientEdge(hub.node, slot), grad) for slot, grad in grads if grad is not None]
         if roots:
             weights = [weight.variable for weight in {w for hub in group for w in hub.weights}]  # type: ignore[attr-defined]
-            reach(weights)
             torch.autograd.backward([root.edge for root in roots], [root.grad for root in roots], inputs=weights)
 
 
@@ -116,7 +113,8 @@ class _Dealt(NamedTuple):
 class _Graph:
     """What lies between the outputs, the inputs and the weights."""
 
-    def __init__(self, roots: Sequence[Root], inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, roots: Sequence[Root], inputs: Sequence[torch.Tensor], cheap: Cheap) -> None:
+        self._cheap = cheap
         ends = {id(leaf) for leaf in inputs}
         self.on_the_way: set[Node] = set()
         beside: dict[Node, frozenset[Node]] = {}  # weights that are reached without going on the way
@@ -156,7 +154,7 @@ class _Graph:
             node: object = hub.node
             if isinstance(node, BackwardCFunction):
                 return f"{hub.node.name()} computes all its gradients at once"
-            if _reads_through_hooks(hub.node):
+            if _reads_through_hooks(hub.node, self._cheap):
                 return "activation checkpointing, or another hook on saved tensors, would run twice"
         if len(group) > 1 and self._entangled(group):
             return "a weight is used twice on the way through a stage"
@@ -209,8 +207,9 @@ def _sharing(hubs: Sequence[_Hub]) -> list[list[_Hub]]:
     return groups
 
 
-def _reads_through_hooks(node: Node) -> bool:
-    """Whether something was put in place of the node's saved tensors."""
+def _reads_through_hooks(node: Node, cheap: Cheap) -> bool:
+    """Whether something was put in place of the node's saved tensors that must not be asked twice."""
     saved = (getattr(node, name) for name in dir(node) if name.startswith("_raw_saved_"))
     flat = (one for value in saved for one in (value if isinstance(value, (tuple, list)) else (value,)))
-    return any(getattr(one, "unpack_hook", None) is not None for one in flat)
+    hooks = (getattr(one, "unpack_hook", None) for one in flat)
+    return any(hook is not None and not cheap(hook) for hook in hooks)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from sheer.comm import Links, rank
 from sheer.errors import CommError, UsageError
-from sheer.pipeline.backward import Later, Reach, Root, Tell, backward, backward_inputs
+from sheer.pipeline.backward import Cheap, Later, Root, Tell, backward, backward_inputs
 from sheer.pipeline.mail import Item, Mail, PeerFailed
 from sheer.pipeline.structure import Packed, pack
 from sheer.schedule import Action, Carried, Kind, Schedule
@@ -95,7 +95,7 @@ class Runner:
         links: `build_links(pipe, routes(schedule))`.
         device: where received tensors go.
         around: the engine's work around each forward, its loss included, and each backward (I and W are one each).
-        reach: told which weights a W comes to, before each group of them.
+        cheap: whether a hook that unpacks what autograd has saved may run in both halves of a backward.
         scale: applied to the loss before its backward (fp16), not to the loss that is returned.
         on_failure: what the engine has to do where a step fails, before all ranks agree that it has: what the ranks
             of other pipelines, which go on until then, expect of this one.
@@ -112,7 +112,7 @@ class Runner:
         links: Links,
         device: torch.device,
         around: Around = lambda action: nullcontext(),
-        reach: Reach = lambda weights: None,
+        cheap: Cheap = lambda hook: False,
         scale: Scale = lambda loss: loss,
         on_failure: Callable[[], None] = lambda: None,
         tell: Tell = lambda text: None,
@@ -125,7 +125,7 @@ class Runner:
         self._loss = loss
         self._links = links
         self._around = around
-        self._reach = reach
+        self._cheap = cheap
         self._scale = scale
         self._on_failure = on_failure
         self._tell = tell
@@ -245,7 +245,7 @@ class Runner:
         roots = self._roots(flight, action)
         flight.edges = ()
         with self._around(action):
-            flight.later = backward_inputs(roots, flight.leaves, tell=self._tell, reach=self._reach)
+            flight.later = backward_inputs(roots, flight.leaves, tell=self._tell, cheap=self._cheap)
         self._send_back(flight, action)
         flight.leaves = ()
 

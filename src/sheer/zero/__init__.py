@@ -8,6 +8,7 @@ from sheer.zero.autograd import inside_backward
 from sheer.zero.flat import FlatBucket, Source, assemble
 from sheer.zero.gathering import Pass, Phase
 from sheer.zero.runtime import Wiring, ZeroRuntime, placed_of, runtime_of
+from sheer.zero.saving import runs_twice
 from sheer.zero.units import NO_UNITS, ROOT, Units, find_units
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "inside_backward",
     "placed_of",
     "register_external_parameter",
+    "runs_twice",
     "runtime_of",
     "unregister_external_parameter",
 ]

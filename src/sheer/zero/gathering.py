@@ -241,6 +241,18 @@ class Gathering:
         if ROOT in self._units:
             self._arrive(self._units[ROOT])
 
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside, a parameter that is read where no call of a block runs is gathered first, a loss's too."""
+        if not self._units:
+            yield
+            return
+        self.outside.begin()
+        try:
+            yield
+        finally:
+            self.outside.end()
+
     def begin_forward(self) -> None:
         """A call of the whole module begins."""
         self._depth += 1
@@ -402,17 +414,6 @@ class Gathering:
         """The backward is through with a unit; it goes unless the next pass begins with it."""
         if self._backward.next is not None or unit.name != self._kept(self._backward):
             self._release(unit)
-
-    def reach(self, names: Iterable[str]) -> None:
-        """The weights' half of a backward comes to parameters of these units; it is through with all others."""
-        units = [self._units[name] for name in names if name in self._units]
-        for unit in [unit for unit in self._open if unit not in units]:
-            del self._open[unit]
-            self._finish_with(unit)
-        for unit in units:
-            if unit not in self._open:
-                self._open[unit] = _Opening(-1, -1)
-                self._open_up(unit)
 
     def begin_backward(self) -> None:
         """A backward begins; whatever it reaches, this rank will have gathered every unit when it ends."""

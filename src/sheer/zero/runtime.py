@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -146,11 +146,6 @@ class ZeroRuntime:
         yield
         self.gathering.end_backward()
         self.finish()
-
-    def reach(self, weights: Sequence[torch.Tensor]) -> None:
-        """The weights' half of a backward comes to these next; they are whole meanwhile."""
-        homes = [home for weight in weights if (home := self.placed.home(weight)) is not None]
-        self.gathering.reach({home.flat.plan.key.unit: None for home in homes})
 
     def watch(self, outputs: object) -> None:
         """Announce the backward that will start at these forward outputs, before its first gradient arrives.

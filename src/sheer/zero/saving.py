@@ -27,6 +27,28 @@ _Pack = Callable[[torch.Tensor], Any]
 _Unpack = Callable[[Any], torch.Tensor]
 
 
+class _Marked:
+    """Unpacks what was marked. A backward in two halves may do that in both."""
+
+    __slots__ = ("_want",)
+
+    def __init__(self, want: Callable[[], None]) -> None:
+        self._want = want
+
+    def __call__(self, saved: _Saved) -> torch.Tensor:
+        tensor, version = saved
+        if version is None:
+            self._want()
+        elif tensor._version != version:
+            raise _changed(tensor, version)
+        return tensor
+
+
+def runs_twice(hook: object) -> bool:
+    """Whether `hook`, which unpacks a saved tensor, is this module's own, and so may run more than once."""
+    return isinstance(hook, _Marked)
+
+
 class Memory(NamedTuple):
     """Storages that matter to what is saved in a call."""
 
@@ -60,15 +82,7 @@ def _marking(memory: Memory, want: Callable[[], None]) -> tuple[_Pack, _Unpack]:
             raise _away(blanks[storage])
         return tensor, tensor._version
 
-    def unpack(saved: _Saved) -> torch.Tensor:
-        tensor, version = saved
-        if version is None:
-            want()
-        elif tensor._version != version:
-            raise _changed(tensor, version)
-        return tensor
-
-    return pack, unpack
+    return pack, _Marked(want)
 
 
 class _Outer(NamedTuple):
