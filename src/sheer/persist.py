@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import torch
 
 from sheer import checkpoint
 from sheer import device as devices
-from sheer.checkpoint import Background, Index, Names, Shard
+from sheer.checkpoint import Background, Names, Opened, Shard, Source
 from sheer.config import Config
 from sheer.errors import CheckpointError, did_you_mean
 from sheer.observe import Teller
@@ -247,16 +247,6 @@ class Wish(NamedTuple):
     """Counters, loss scale, loader position and random state."""
 
 
-@dataclass(frozen=True)
-class _Opened:
-    """A checkpoint as far as it is read before anything changes."""
-
-    index: Index
-    state: dict[str, Any]
-    rng: dict[str, torch.Tensor] | None
-    """This rank's generator states; None where the run that saved had no such rank."""
-
-
 def load(
     parts: SavedParts, root: str | os.PathLike[str], *, tag: str | None, wish: Wish, custom: Callable[..., Any] | None
 ) -> Loaded | None:
@@ -275,8 +265,8 @@ def load(
     try:
         checkpoint.together(axis, doing, lambda: _restore_settings(parts, opened.state, wish))
         if custom is not None:
-            checkpoint.together(axis, doing, lambda: _load_by_hand(parts, opened.index, custom))
-        _load_tensors(parts, opened.index, wish, module=custom is None)
+            checkpoint.together(axis, doing, lambda: _load_by_hand(parts, opened, custom))
+        _load_tensors(parts, opened, wish, module=custom is None)
     except BaseException:
         _restore_settings(parts, before, wish)
         raise
@@ -286,31 +276,39 @@ def load(
     return Loaded(opened.index.directory, opened.state["client_state"])
 
 
-def _open(parts: SavedParts, root: str | os.PathLike[str], tag: str | None, names: Names) -> _Opened | None:
+def _open(parts: SavedParts, root: str | os.PathLike[str], tag: str | None, names: Names) -> Opened | None:
     axis, timeout = parts.plan.runtime.mesh.world, parts.config.checkpoint.timeout_seconds
-    axis.assemble("load_checkpoint", timeout=timeout)
-    if tag is None and not checkpoint.on_first(axis, "load_checkpoint", lambda: checkpoint.find(root) is not None):
+    opened = checkpoint.open_any(root, tag, axis=axis, groups=lambda: _named_groups(parts), timeout=timeout)
+    if opened is None:
         return None
-    index = checkpoint.open_together(root, tag, axis=axis, timeout=timeout)
 
-    def read() -> _Opened:
-        state = checkpoint.read_state(index)
-        extra = {names.here(fqn): value for fqn, value in state["extra_state"].items()}
-        state["extra_state"] = {fqn: value for fqn, value in extra.items() if names.has(fqn)}
-        return _Opened(names.of(index), state, checkpoint.read_rng(index, axis.rank))
+    def read() -> Opened:
+        extra = {names.here(fqn): value for fqn, value in opened.state["extra_state"].items()}
+        state = {**opened.state, "extra_state": {fqn: value for fqn, value in extra.items() if names.has(fqn)}}
+        return replace(opened, index=names.of(opened.index), state=state)
 
-    return checkpoint.together(axis, f"loading checkpoint {index.directory}", read)
+    return checkpoint.together(axis, f"loading checkpoint {opened.index.directory}", read)
 
 
-def _load_by_hand(parts: SavedParts, index: Index, custom: Callable[..., Any]) -> None:
+def _named_groups(parts: SavedParts) -> list[list[str]] | None:
+    """The names in each optimizer group, in its order; None where one rank does not know them all."""
+    if parts.plan.runtime.mesh.stages > 1 or parts.plan.optimizer is None:
+        return None
+    groups: list[list[str]] = [[] for _ in parts.plan.optimizer.base.param_groups]
+    for fqn, group in parts.groups.items():
+        groups[group].append(fqn)
+    return groups
+
+
+def _load_by_hand(parts: SavedParts, opened: Opened, custom: Callable[..., Any]) -> None:
     """The user's function moves parameters and buffers; it cannot be undone."""
     with GatheredParameters(parts.module):
-        custom(src=checkpoint.load_full(index.directory), dst=parts.module)
+        custom(src=checkpoint.read_full(opened.index, reader=opened.reader), dst=parts.module)
     parts.plan.runtime.heed_user()
 
 
-def _load_tensors(parts: SavedParts, index: Index, wish: Wish, *, module: bool) -> None:
-    runtime, flat = parts.plan.runtime, parts.plan.optimizer
+def _load_tensors(parts: SavedParts, opened: Opened, wish: Wish, *, module: bool) -> None:
+    index, runtime, flat = opened.index, parts.plan.runtime, parts.plan.optimizer
     buffers = persistent_buffers(parts.module)
     ties = {**parts.ties, **buffers.ties}
     buffer_shards, landings = wanted_buffers(buffers)
@@ -331,6 +329,7 @@ def _load_tensors(parts: SavedParts, index: Index, wish: Wish, *, module: bool) 
         wanted=wanted,
         fresh=fresh,
         axis=runtime.mesh.world,
+        reader=opened.reader,
         kinds=kinds,
         ties=ties,
         allow_missing=(lambda key: key.name in left_out) if wish.strict else True,
@@ -349,7 +348,7 @@ def _chosen(fqn: str, ties: Mapping[str, str], names: Names) -> bool:
     return names.has(fqn, *(alias for alias, owner in ties.items() if owner == fqn))
 
 
-def _check_fits(parts: SavedParts, opened: _Opened, wish: Wish, modules: Collection[str]) -> None:
+def _check_fits(parts: SavedParts, opened: Opened, wish: Wish, modules: Collection[str]) -> None:
     """Refuse before anything changes what would fail, or be misread, while it is restored. `modules` are those of all
     stages."""
     index, state, flat = opened.index, opened.state, parts.plan.optimizer
@@ -368,9 +367,15 @@ def _check_fits(parts: SavedParts, opened: _Opened, wish: Wish, modules: Collect
         )
 
 
-def _check_same_optimizer(index: Index, optimizer: FlatOptimizer) -> None:
-    """Refuse the state of another kind of optimizer, which would be misread."""
-    saved = index.facts.get("optimizer", {}).get("class")
+def _check_same_optimizer(index: Source, optimizer: FlatOptimizer) -> None:
+    """Refuse the state of another kind of optimizer, which would be misread, and what has no meaning here."""
+    told = index.facts.get("optimizer", {})
+    if "unreadable" in told:
+        raise CheckpointError(
+            f"the optimizer state of {index.directory} cannot be taken over: {told['unreadable']}. Build the optimizer "
+            "groups that it was saved with, or load with load_optimizer_states=False."
+        )
+    saved = told.get("class")
     mine = type(optimizer.base).__name__
     if saved is None or saved == mine or {saved, mine} <= _ALIKE:
         return
@@ -389,7 +394,7 @@ def _check_same_groups(state: Mapping[str, Any], flat: FlatOptimizer) -> None:
         )
 
 
-def _check_same_scheduler(index: Index, state: Mapping[str, Any], scheduler: Any) -> None:
+def _check_same_scheduler(index: Source, state: Mapping[str, Any], scheduler: Any) -> None:
     """torch's schedulers take over any state without a look at it; one of another class must have the same fields."""
     mend = "Load with load_lr_scheduler_states=False to start its schedule anew."
     if "scheduler" not in state:
@@ -444,7 +449,7 @@ def _settings_apart(parts: SavedParts, state: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _restore_run(parts: SavedParts, opened: _Opened) -> None:
+def _restore_run(parts: SavedParts, opened: Opened) -> None:
     """What cannot fail: it has been checked and is our own."""
     for name, value in opened.state["counters"].items():
         setattr(parts.counters, name, value)
@@ -454,8 +459,10 @@ def _restore_run(parts: SavedParts, opened: _Opened) -> None:
         devices.set_rng_states(parts.device, opened.rng)
 
 
-def _tell(parts: SavedParts, opened: _Opened, apart: list[str], wish: Wish) -> None:
+def _tell(parts: SavedParts, opened: Opened, apart: list[str], wish: Wish) -> None:
     """What a load did that may surprise."""
+    for line in opened.said:
+        parts.teller.info(f"load_checkpoint: {line}")
     if apart and wish.settings:
         parts.teller.warn(
             f"load_checkpoint: the checkpoint's hyper-parameters replace this run's: {', '.join(apart)}. To keep "
@@ -465,7 +472,7 @@ def _tell(parts: SavedParts, opened: _Opened, apart: list[str], wish: Wish) -> N
         parts.teller.info(f"load_checkpoint: this run's hyper-parameters stay: {', '.join(apart)}")
     if wish.optimizer and parts.plan.optimizer is not None and "groups" not in opened.state:
         parts.teller.warn("load_checkpoint: the checkpoint has no optimizer state; the optimizer starts afresh")
-    world, size = opened.index.content.world, parts.plan.runtime.mesh.world.size
+    world, size = opened.index.world, parts.plan.runtime.mesh.world.size
     if wish.run and world < size:
         who = f"rank {world} keeps its" if size == world + 1 else f"ranks {world} to {size - 1} keep their"
         parts.teller.warn(f"load_checkpoint: it was saved by fewer ranks ({world}), so {who} own random state")

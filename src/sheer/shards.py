@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sheer.checkpoint import Index, Key, Shard
+from sheer.checkpoint import Key, Shard, Source
 from sheer.layout import LOW_PRECISION, Split
 from sheer.optim.flat import FlatOptimizer, SavedState, StatePiece
 from sheer.optim.forms import StateForm
@@ -139,7 +139,7 @@ def settle(landings: list[Landing]) -> None:
 
 
 def saved_optimizer_states(
-    index: Index, params: Mapping[str, torch.nn.Parameter], ties: Mapping[str, str], forms: Mapping[str, str]
+    index: Source, params: Mapping[str, torch.nn.Parameter], ties: Mapping[str, str], forms: Mapping[str, str]
 ) -> dict[str, dict[str, SavedState]]:
     """What `index` has of the optimizer's state, under this model's names: fqn -> key -> SavedState.
 
@@ -165,7 +165,7 @@ def saved_optimizer_states(
     return saved
 
 
-def _entry(index: Index, kind: str, names: list[str]) -> Any:
+def _entry(index: Source, kind: str, names: list[str]) -> Any:
     """The first of `names` that `index` has as a `kind`; None where it has none."""
     return next((entry for name in names if (entry := index.entry(Key(kind, name))) is not None), None)
 

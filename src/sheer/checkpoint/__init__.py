@@ -7,8 +7,19 @@ in `index.py`, how a save becomes visible in `folder.py`.
 from sheer.checkpoint.background import Background
 from sheer.checkpoint.folder import find, list_tags, locate, prune
 from sheer.checkpoint.index import Index
-from sheer.checkpoint.loading import LoadReport, load, load_full, open_checkpoint, open_together, read_rng, read_state
+from sheer.checkpoint.loading import (
+    LoadReport,
+    load,
+    load_full,
+    open_checkpoint,
+    open_together,
+    read_full,
+    read_rng,
+    read_state,
+)
+from sheer.checkpoint.mapped import Source
 from sheer.checkpoint.names import Names
+from sheer.checkpoint.opening import Opened, open_any
 from sheer.checkpoint.ranks import Alone, Axis, on_first, together
 from sheer.checkpoint.reader import Reader, Request
 from sheer.checkpoint.saving import Begun, begin, finish, save
@@ -23,9 +34,11 @@ __all__ = [
     "Key",
     "LoadReport",
     "Names",
+    "Opened",
     "Reader",
     "Request",
     "Shard",
+    "Source",
     "begin",
     "find",
     "finish",
@@ -34,9 +47,11 @@ __all__ = [
     "load_full",
     "locate",
     "on_first",
+    "open_any",
     "open_checkpoint",
     "open_together",
     "prune",
+    "read_full",
     "read_rng",
     "read_state",
     "save",

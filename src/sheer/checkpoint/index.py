@@ -12,7 +12,7 @@ import math
 import re
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -137,6 +137,11 @@ class Index:
         """The kinds of tensors it holds, such as `{"param", "buffer", "optim.exp_avg"}`."""
         return frozenset(self.content.tensors)
 
+    @property
+    def world(self) -> int:
+        """How many ranks wrote it."""
+        return self.content.world
+
     def entry(self, key: Key) -> Entry | None:
         """The tensor called `key`, or None."""
         return self.content.tensors.get(key.kind, {}).get(key.name)
@@ -146,6 +151,14 @@ class Index:
         for kind, named in self.content.tensors.items():
             for name, entry in named.items():
                 yield Key(kind, name), entry
+
+    def holding(self, tensors: Mapping[Key, Any], facts: Mapping[str, Any]) -> Index:
+        """The same checkpoint as if `tensors`, which are some of its own under whatever names, were all it has."""
+        named: dict[str, dict[str, Any]] = {}
+        for key, entry in tensors.items():
+            named.setdefault(key.kind, {})[key.name] = entry
+        encoded = plain.encode(facts, path="facts")
+        return replace(self, content=self.content.model_copy(update={"tensors": named, "facts": encoded}))
 
     def damaged(self, file: str, fault: str) -> CheckpointError:
         """The error that says that `file` is not what was written."""

@@ -21,6 +21,7 @@ import torch
 from sheer.checkpoint import plain
 from sheer.checkpoint.folder import explained, locate, tag_of
 from sheer.checkpoint.index import RNG, STATE, Index, parse_index, read_index_bytes
+from sheer.checkpoint.mapped import Reading, Source
 from sheer.checkpoint.ranks import Axis, on_first, together
 from sheer.checkpoint.reader import Reader, Request, convertible, host_empty, read_small
 from sheer.checkpoint.shard import Key, Shard, check_shards
@@ -99,10 +100,11 @@ def open_together(root: str | os.PathLike[str], tag: str | None = None, *, axis:
 
 
 def load(
-    index: Index,
+    index: Source,
     *,
     wanted: Sequence[Shard],
     axis: Axis,
+    reader: Callable[[Any], Reading] = Reader,
     fresh: Sequence[Shard] = (),
     kinds: Collection[str] | None = None,
     ties: Mapping[str, str] | None = None,
@@ -112,7 +114,8 @@ def load(
 ) -> LoadReport:
     """Fill the data of the `wanted` shards from the checkpoint, on all ranks or on none. Collective on `axis`.
 
-    `fresh` ones are wanted too, and nobody looks at their memory unless this returns: they are read in place.
+    `fresh` ones are wanted too, and nobody looks at their memory unless this returns: they are read in place. `reader`
+    is what reads such a source.
 
     Other dtypes convert where the value keeps its meaning (fp32 to bf16; never fractions to integers). `kinds` limits
     what is loaded and what can be unexpected; others among `wanted` are left alone. `ties` maps aliases of this model
@@ -135,11 +138,11 @@ def load(
     found: list[_Findings] = axis.gather_objects(_judge(index, sources, merge_states=allow_unexpected))
     report = together(axis, doing, lambda: _decide(index, found, kinds, allow_missing, allow_unexpected))
     available = [source for source in sources if source.stored]
-    with Reader(index) as reader:
-        nbytes = together(axis, doing, lambda: _verify(reader, available, compare=not allow_unexpected))
+    with reader(index) as reading:
+        nbytes = together(axis, doing, lambda: _verify(reading, available, compare=not allow_unexpected))
         in_use = _requests(source for source in available if not source.fresh)
         try:
-            nbytes += together(axis, doing, lambda: reader.fill(in_use))
+            nbytes += together(axis, doing, lambda: reading.fill(in_use))
         except BaseException as error:  # an interrupt leaves values mixed too
             raise TornLoadError(f"{doing} failed in its second read: {error}\n{_TORN}") from error
     return report._replace(nbytes=nbytes)
@@ -153,7 +156,13 @@ def load_full(
     Tied names share one tensor object, so that `module.load_state_dict(load_full(path))` fits the module that was
     saved. Raises CheckpointError where the checkpoint is not there or damaged, or two of `kinds` have a name in common.
     """
-    index = open_checkpoint(root, tag)
+    return read_full(open_checkpoint(root, tag), kinds=kinds)
+
+
+def read_full(
+    index: Source, *, reader: Callable[[Any], Reading] = Reader, kinds: Collection[str] = ("param", "buffer")
+) -> dict[str, torch.Tensor]:
+    """`load_full` of a source that is open; `reader` is what reads such a source."""
     full: dict[str, torch.Tensor] = {}
     requests = []
     for key, entry in index.entries():
@@ -164,8 +173,8 @@ def load_full(
         flat = host_empty(entry.numel, entry.torch_dtype)
         full[key.name] = flat.view(entry.shape)
         requests.append(Request(key, 0, flat))
-    with Reader(index) as reader:
-        reader.fill(requests)
+    with reader(index) as reading:
+        reading.fill(requests)
     full.update({alias: full[owner] for alias, owner in index.ties.items() if owner in full})
     return full
 
@@ -191,7 +200,7 @@ def read_rng(index: Index, rank: int) -> dict[str, torch.Tensor] | None:
     return {name.removeprefix(mine): state for name, state in states.items() if name.startswith(mine)} or None
 
 
-def _resolve(index: Index, wanted: Sequence[Shard], ties: Mapping[str, str], *, fresh: bool) -> list[_Source]:
+def _resolve(index: Source, wanted: Sequence[Shard], ties: Mapping[str, str], *, fresh: bool) -> list[_Source]:
     """For each wanted shard, the stored tensors that go by one of its names, its own name first."""
     check_shards(wanted)
     aliases: dict[str, list[str]] = {}
@@ -206,7 +215,7 @@ def _resolve(index: Index, wanted: Sequence[Shard], ties: Mapping[str, str], *, 
     return sources
 
 
-def _stored(index: Index, kind: str, name: str, ties: Mapping[str, str]) -> Key | None:
+def _stored(index: Source, kind: str, name: str, ties: Mapping[str, str]) -> Key | None:
     """What is stored of `name`, or of what it is tied to. To a state_dict parameters and buffers are alike, so one
     fills the other where the checkpoint has no such name of its own kind."""
     kinds = (kind, *(other for other in _MODULE if other != kind)) if kind in _MODULE else (kind,)
@@ -214,7 +223,7 @@ def _stored(index: Index, kind: str, name: str, ties: Mapping[str, str]) -> Key 
     return next((key for key in candidates if index.entry(key)), None)
 
 
-def _judge(index: Index, sources: Iterable[_Source], *, merge_states: bool) -> _Findings:
+def _judge(index: Source, sources: Iterable[_Source], *, merge_states: bool) -> _Findings:
     """What this rank found, without deciding yet what is allowed."""
     findings = _Findings(index.crc32, set(), {}, set(), set())
     for shard, stored, _ in sources:
@@ -234,7 +243,7 @@ def _judge(index: Index, sources: Iterable[_Source], *, merge_states: bool) -> _
     return findings
 
 
-def _mismatch(index: Index, shard: Shard, key: Key) -> str:
+def _mismatch(index: Source, shard: Shard, key: Key) -> str:
     entry = index.entry(key)
     assert entry is not None, "sources are stored tensors"
     if entry.shape != tuple(shard.shape):
@@ -245,7 +254,7 @@ def _mismatch(index: Index, shard: Shard, key: Key) -> str:
 
 
 def _decide(
-    index: Index,
+    index: Source,
     found: Sequence[_Findings],
     kinds: Collection[str] | None,
     allow_missing: Allow,
@@ -294,7 +303,7 @@ def _listed(lines: Sequence[str], total: int | None = None) -> list[str]:
     return [*lines[:_SHOWN], f"... and {more} more like the last"] if more > 0 else list(lines)
 
 
-def _missing_line(index: Index, key: Key, shape: Sequence[int], unexpected: Sequence[Key]) -> str:
+def _missing_line(index: Source, key: Key, shape: Sequence[int], unexpected: Sequence[Key]) -> str:
     """One wanted tensor that is not there, and what is there under a name like it."""
     candidates = {k.name: k for k in unexpected if k.kind == key.kind} or {
         k.name: k for k, _ in index.entries() if k.kind == key.kind
@@ -304,7 +313,7 @@ def _missing_line(index: Index, key: Key, shape: Sequence[int], unexpected: Sequ
     return f"missing: {key} {list(shape)} is wanted, not in the checkpoint{hint}"
 
 
-def _unexpected_line(index: Index, key: Key, missing: Mapping[Key, tuple[int, ...]]) -> str:
+def _unexpected_line(index: Source, key: Key, missing: Mapping[Key, tuple[int, ...]]) -> str:
     """One stored tensor that nobody wants, and the wanted names like it that found nothing."""
     candidates = {k.name: shape for k, shape in missing.items() if k.kind == key.kind}
     near = [f"{name!r} {list(candidates[name])}" for name in nearest(key.name, candidates)]
@@ -312,7 +321,7 @@ def _unexpected_line(index: Index, key: Key, missing: Mapping[Key, tuple[int, ..
     return f"unexpected: {key} {list(_shape(index, key))} is in the checkpoint, not wanted{hint}"
 
 
-def _shape(index: Index, key: Key) -> tuple[int, ...]:
+def _shape(index: Source, key: Key) -> tuple[int, ...]:
     entry = index.entry(key)
     assert entry is not None, "only stored tensors are described"
     return entry.shape
@@ -322,21 +331,21 @@ def _requests(sources: Iterable[_Source]) -> list[Request]:
     return [Request(source.stored[0], source.shard.start, source.shard.data.detach()) for source in sources]
 
 
-def _verify(reader: Reader, sources: Sequence[_Source], *, compare: bool) -> int:
+def _verify(reading: Reading, sources: Sequence[_Source], *, compare: bool) -> int:
     """Find all that is wrong with what fills `sources`, and fill the fresh ones; the bytes read. No other changes."""
-    nbytes = reader.fill(_requests(source for source in sources if source.fresh))
-    nbytes += reader.check(_requests(source for source in sources if not source.fresh))
-    return nbytes + (sum(_compare_tied(reader, source) for source in sources) if compare else 0)
+    nbytes = reading.fill(_requests(source for source in sources if source.fresh))
+    nbytes += reading.check(_requests(source for source in sources if not source.fresh))
+    return nbytes + (sum(_compare_tied(reading, source) for source in sources) if compare else 0)
 
 
-def _compare_tied(reader: Reader, source: _Source) -> int:
+def _compare_tied(reading: Reading, source: _Source) -> int:
     """Where tied tensors were stored apart, make sure, a chunk at a time, that they are equal; the bytes read."""
     nbytes, shard = 0, source.shard
     step = CHUNK // shard.data.dtype.itemsize
     for key in source.stored[1:]:
         for start in range(shard.start, shard.stop, step):
             one, other = (host_empty(min(step, shard.stop - start), shard.data.dtype) for _ in range(2))
-            nbytes += reader.fill([Request(source.stored[0], start, one), Request(key, start, other)])
+            nbytes += reading.fill([Request(source.stored[0], start, one), Request(key, start, other)])
             if not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
                 raise CheckpointError(
                     f"{source.stored[0]} and {key.name!r} are tied in this model; the checkpoint has two different "

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
 
-from sheer.checkpoint import plain
-from sheer.checkpoint.index import Index
+from sheer.checkpoint.mapped import Described, Source
+from sheer.checkpoint.shard import Key
 from sheer.errors import CheckpointError, did_you_mean
 
 _LISTS = ("frozen", "left_out")
@@ -45,7 +44,7 @@ class Names:
         rest = stored[len(old) :].removeprefix(".") if old else stored
         return ".".join(filter(None, (self.rename[old], rest)))
 
-    def of(self, index: Index) -> Index:
+    def of(self, index: Source) -> Source:
         """`index` as if what is to be loaded were all it has, under the names here. Raises CheckpointError where a
         pattern or a stored name fits nothing, or two tensors would have one name."""
         if not self.partial and not self.rename:
@@ -55,21 +54,21 @@ class Names:
         names = {owner: [owner] for owner in map(self.here, _names(index))}
         for alias, owner in ties.items():
             names.setdefault(owner, [owner]).append(alias)
-        tensors: dict[str, dict[str, Any]] = {}
+        tensors: dict[Key, Described] = {}
         for key, entry in index.entries():
             name = self.here(key.name)
-            if name in tensors.get(key.kind, {}):
+            here = Key(key.kind, name)
+            if here in tensors:
                 raise CheckpointError(f"rename gives the name {name!r} to two tensors, {key.name!r} is the second.")
             if self.has(*names[name]):
-                tensors.setdefault(key.kind, {})[name] = entry
-        stored = set[str]().union(*tensors.values())
+                tensors[here] = entry
+        stored = {key.name for key in tensors}
         self._check_found(stored, names)
         facts = {**index.facts, "ties": {alias: owner for alias, owner in ties.items() if owner in stored}}
         facts |= {fact: [self.here(name) for name in facts[fact]] for fact in _LISTS if fact in facts}
-        encoded = plain.encode(facts, path="facts")
-        return replace(index, content=index.content.model_copy(update={"tensors": tensors, "facts": encoded}))
+        return index.holding(tensors, facts)
 
-    def _check_used(self, index: Index) -> None:
+    def _check_used(self, index: Source) -> None:
         stored = {*_names(index), *index.ties}
         for old in self.rename:
             if not any(_is_inside(name, old) for name in stored):
@@ -87,7 +86,7 @@ class Names:
             raise CheckpointError(f"{patterns} leaves nothing of the checkpoint to load.")
 
 
-def _names(index: Index) -> set[str]:
+def _names(index: Source) -> set[str]:
     return {key.name for key, _ in index.entries()}
 
 

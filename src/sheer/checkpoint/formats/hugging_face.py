@@ -5,13 +5,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from sheer.checkpoint import plain
+from sheer.checkpoint.formats.foreign import Foreign, whole
 from sheer.checkpoint.formats.safetensors_file import read_file, write_file
-from sheer.checkpoint.formats.weights import Foreign, Weights, aside, without_wrappers
+from sheer.checkpoint.formats.weights import Weights, aside, without_wrappers
 from sheer.checkpoint.tensorfile import write_bytes
 from sheer.errors import CheckpointError
 
@@ -54,7 +56,13 @@ def _groups(weights: Weights, most_bytes: int) -> list[list[str]]:
     return groups
 
 
-def read(folder: Path) -> Foreign:
+def find(place: Path, tag: str | None) -> Path | None:
+    """A folder with one of the two files."""
+    folder = place if tag is None else place / tag
+    return folder if any((folder / name).is_file() for name in (_SINGLE, _INDEX)) else None
+
+
+def read(folder: Path, groups: Sequence[Sequence[str]] | None = None) -> Foreign:
     """The tensors of a folder as `save_pretrained` writes it, mapped from its files."""
     said: list[str] = []
     where = _weight_map(folder)
@@ -65,7 +73,7 @@ def read(folder: Path) -> Foreign:
     if gone:
         raise CheckpointError(f"{folder}: {_INDEX} lists {gone[0]!r}, which {where[gone[0]]} does not hold.")
     names = without_wrappers(tensors, said)
-    return Foreign({names[name]: tensor for name, tensor in tensors.items()}, {}, said)
+    return Foreign([whole("param", names[name], tensor) for name, tensor in tensors.items()], {}, said)
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

@@ -14,7 +14,8 @@ import safetensors
 import torch
 
 from sheer.checkpoint import plain
-from sheer.checkpoint.formats.weights import Foreign, Weights, aside, without_wrappers
+from sheer.checkpoint.formats.foreign import Foreign, whole
+from sheer.checkpoint.formats.weights import Weights, aside, without_wrappers
 from sheer.checkpoint.shard import SAFETENSORS_CODES
 from sheer.checkpoint.tensorfile import write_fully
 from sheer.errors import CheckpointError
@@ -58,13 +59,23 @@ def _header(weights: Weights, names: Sequence[str], metadata: Mapping[str, str])
     return struct.pack("<Q", len(text)) + text
 
 
-def read(path: Path) -> Foreign:
+def find(place: Path, tag: str | None) -> Path | None:
+    """A file by that suffix, or that begins as the format does: the length of its header in 8 bytes, then JSON."""
+    if tag is not None or not place.is_file():
+        return None
+    with place.open("rb") as file:
+        start = file.read(9)
+    alike = start[8:] == b"{" and int.from_bytes(start[:8], "little") + 8 <= place.stat().st_size
+    return place if alike or place.suffix == ".safetensors" else None
+
+
+def read(path: Path, groups: Sequence[Sequence[str]] | None = None) -> Foreign:
     """The tensors of the file `path`, mapped from it, and the ties that its metadata names."""
     said: list[str] = []
     tensors, metadata = read_file(path)
     names = without_wrappers(tensors, said)
     ties = {alias: names[owner] for alias, owner in metadata.items() if owner in names and alias not in tensors}
-    return Foreign({names[name]: tensor for name, tensor in tensors.items()}, ties, said)
+    return Foreign([whole("param", names[name], tensor) for name, tensor in tensors.items()], ties, said)
 
 
 def read_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

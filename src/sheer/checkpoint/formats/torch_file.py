@@ -5,13 +5,14 @@ share one tensor. It is a pickle of tensors in a dict, which `torch.load` reads 
 from __future__ import annotations
 
 import os
-import pickle
-import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from sheer.checkpoint.formats.weights import Foreign, Weights, aside, without_wrappers
+from sheer.checkpoint.formats.foreign import Foreign, tied_names, whole
+from sheer.checkpoint.formats.pickles import read_pickle
+from sheer.checkpoint.formats.weights import Weights, aside, without_wrappers
 from sheer.errors import CheckpointError
 
 
@@ -26,19 +27,18 @@ def write(weights: Weights, target: Path) -> list[Path]:
     return [target]
 
 
-def read(path: Path) -> Foreign:
+def find(place: Path, tag: str | None) -> Path | None:
+    """Any file: other formats are told apart before."""
+    return place if tag is None and place.is_file() else None
+
+
+def read(path: Path, groups: Sequence[Sequence[str]] | None = None) -> Foreign:
     """The state dict in the file `path`, by the unpickler that runs no code; mapped where the file is a zip archive.
 
     One that stands under "state_dict" or "model" beside other things is found there, and said.
     """
     said: list[str] = []
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(
-            f"{path} cannot be read by torch.load(weights_only=True), the only way Sheer reads a pickle: {reason}"
-        ) from error
+    found = read_pickle(path)
     for key in ("state_dict", "model"):
         if isinstance(found, dict) and isinstance(found.get(key), dict):
             left = sorted(str(other) for other in found if other != key)
@@ -50,14 +50,6 @@ def read(path: Path) -> Foreign:
     if strange:
         raise CheckpointError(f"{path}: {strange[0]!r} is a {type(found[strange[0]]).__name__}, not a named tensor.")
     names = without_wrappers(found, said)
-    tensors: dict[str, torch.Tensor] = {}
-    ties: dict[str, str] = {}
-    owners: dict[tuple[object, ...], str] = {}
-    for name, tensor in found.items():
-        place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
-        owner = owners.setdefault(place, names[name]) if tensor.numel() else names[name]
-        if owner == names[name]:
-            tensors[owner] = tensor
-        else:
-            ties[names[name]] = owner
-    return Foreign(tensors, ties, said)
+    own = {names[name]: tensor for name, tensor in found.items()}
+    ties = tied_names(own)
+    return Foreign([whole("param", name, tensor) for name, tensor in own.items() if name not in ties], ties, said)

@@ -86,17 +86,6 @@ def aside(target: Path) -> Iterator[Path]:
             raise
 
 
-class Foreign(NamedTuple):
-    """What another project's files hold of a model."""
-
-    tensors: dict[str, torch.Tensor]
-    """By name, each once; where the format allows, mapped from the file and not read yet."""
-    ties: dict[str, str]
-    """Alias -> the name among `tensors`."""
-    said: list[str]
-    """What a person should know of how it was read."""
-
-
 _LEADING = ("module.", "wrapped.", "_fsdp_wrapped_module.")
 _ANYWHERE = "_orig_mod."
 

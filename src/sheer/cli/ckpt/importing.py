@@ -1,4 +1,4 @@
-"""`sheer ckpt import`: other projects' weights as a checkpoint, for `load_checkpoint(..., load_module_only=True)`."""
+"""`sheer ckpt import`: what other projects saved as a checkpoint of ours; with its training state where it has one."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sheer.checkpoint.formats import Foreign
 
+_READS = "a DeepSpeed checkpoint, a Hugging Face folder, a .safetensors or a .pt file"
+
 
 def register(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `ckpt import`."""
-    parser = actions.add_parser("import", help="make a checkpoint of safetensors, a Hugging Face folder, or a .pt file")
-    parser.add_argument("source", metavar="SOURCE", help="a .safetensors file, a folder of them, or a .pt file")
+    parser = actions.add_parser("import", help=f"make a checkpoint of {_READS}")
+    parser.add_argument("source", metavar="SOURCE", help="the file or folder")
+    parser.add_argument("--source-tag", metavar="TAG", help="which checkpoint in SOURCE (default: the latest)")
+    parser.add_argument("--weights-only", action="store_true", help="leave out optimizer state")
     parser.add_argument("directory", metavar="FOLDER", help="the directory of checkpoints to save to")
     parser.add_argument("--tag", default="imported", help="the new checkpoint's tag (default: imported)")
     parser.add_argument("--json", action="store_true", help="as JSON")
@@ -23,38 +27,43 @@ def register(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 def run(args: argparse.Namespace) -> int:
     """Save the checkpoint and say what was made of the names."""
-    from sheer.checkpoint import Alone, Shard, save
+    from sheer.checkpoint import Alone, save
 
-    foreign = _read(Path(args.source))
-    shards = [
-        Shard("param", name, tuple(tensor.shape), 0, tensor.contiguous().reshape(-1))
-        for name, tensor in foreign.tensors.items()
-    ]
-    state: dict[str, Any] = {"counters": {}, "extra_state": {}, "client_state": {}}
-    facts = {"ties": foreign.ties, "imported": str(args.source)}
+    foreign = _read(Path(args.source), args.source_tag)
+    shards = [shard for shard in foreign.shards if not args.weights_only or shard.kind in ("param", "buffer")]
+    facts = {**foreign.facts, "ties": foreign.ties, "imported": str(args.source)}
+    _check_optimizer(args, facts)
+    state = foreign.full_state
     path = save(args.directory, args.tag, shards=shards, facts=facts, state=state, rng={}, axis=Alone())
+    tensors = len({shard.key for shard in shards})
     if args.json:
-        said = {"checkpoint": str(path), "tensors": len(shards), "ties": foreign.ties, "said": foreign.said}
+        said = {"checkpoint": str(path), "tensors": tensors, "ties": foreign.ties, "said": foreign.said}
         print(json.dumps(said, indent=2))
         return 0
-    print("\n".join([*foreign.said, f"{path}: {len(shards)} tensors, {len(foreign.ties)} tied names"]))
+    print("\n".join([*foreign.said, f"{path}: {tensors} tensors, {len(foreign.ties)} tied names"]))
     return 0
 
 
-def _read(source: Path) -> Foreign:
-    from sheer.checkpoint.formats import hugging_face, safetensors_file, torch_file
+def _read(source: Path, tag: str | None) -> Foreign:
+    from sheer.checkpoint.formats import find_foreign
     from sheer.errors import CheckpointError
 
-    if not source.exists():
-        raise CheckpointError(f"there is no {source}.")
-    if source.is_dir():
-        return hugging_face.read(source)
-    named = source.suffix == ".safetensors"
-    return safetensors_file.read(source) if named or _is_safetensors(source) else torch_file.read(source)
+    found = find_foreign(source, tag)
+    if found is None:
+        what = "is nothing that this command reads" if source.exists() else "is not there"
+        raise CheckpointError(f"{source if tag is None else source / tag} {what}. It reads {_READS}.")
+    return found.read()
 
 
-def _is_safetensors(source: Path) -> bool:
-    """Whether the file begins as the format does: the length of its header in 8 bytes, then a JSON object."""
-    with source.open("rb") as file:
-        start = file.read(9)
-    return start[8:] == b"{" and int.from_bytes(start[:8], "little") + 8 <= source.stat().st_size
+def _check_optimizer(args: argparse.Namespace, facts: dict[str, Any]) -> None:
+    """Refuse to leave out an optimizer state that is there, unless that is asked for."""
+    from sheer.errors import CheckpointError
+
+    reason = facts.get("optimizer", {}).pop("unreadable", None)
+    if args.weights_only:
+        facts.pop("optimizer", None)
+    elif reason:
+        raise CheckpointError(
+            f"the optimizer state of {args.source} cannot be imported: {reason}. Load the folder with "
+            "engine.load_checkpoint, or import with --weights-only."
+        )

@@ -1,0 +1,142 @@
+"""DeepSpeed's optimizers keep the masters of a group in one flat tensor and state of the same length; cut by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from sheer.checkpoint.formats.deepspeed.files import field, read_file
+from sheer.checkpoint.formats.foreign import optimizer_state, whole
+from sheer.checkpoint.shard import Shard
+from sheer.errors import CheckpointError
+
+Shapes = Sequence[Mapping[str, Sequence[int]]]
+"""Per flat tensor: name -> whole shape, in the order in which they lie."""
+
+
+class Trained:
+    """What the optimizer's files hold by name, as it is put together."""
+
+    def __init__(self) -> None:
+        self.shards: list[Shard] = []
+        self.forms: dict[str, str] = {}
+        """State -> how it relates to its parameter."""
+        self.settings: list[Mapping[str, Any]] = []
+        """The optimizer's groups."""
+        self.scaler: Any = None
+        self.names: set[str] = set()
+        self.unreadable = ""
+        """Why the files' optimizer state has no meaning here, if so."""
+
+    def add(self, part: Part, *, master: torch.Tensor, state: Mapping[str, Any]) -> None:
+        """Take one part of one parameter out of a flat master and the state that goes with it."""
+        name, shape, span = part.name, part.shape, slice(part.low, part.low + part.numel)
+        if not part.numel:
+            if name not in self.names and not math.prod(shape):
+                self.names.add(name)
+                self.shards.append(Shard("param", name, shape, 0, master[:0]))
+            return
+        self.names.add(name)
+        self.shards.append(Shard("param", name, shape, part.at, master[span]))
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() >= master.numel():
+                self.forms[key] = "element"
+                self.shards.append(Shard(f"optim.{key}", name, shape, part.at, value[span]))
+            elif part.at == 0:
+                self.add_state(key, name, value, shape)
+
+    def add_state(self, key: str, name: str, value: Any, shape: tuple[int, ...]) -> None:
+        """Take a state that is one parameter's own."""
+        made = optimizer_state(key, name, value, shape)
+        if made is not None:
+            form, shard = made
+            if self.forms.get(key) != "element":  # of a parameter without dimensions the two look alike
+                self.forms[key] = form
+            self.shards.append(shard)
+
+
+class Part(NamedTuple):
+    """Elements of one parameter in a flat tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    at: int
+    """The first one's place in the parameter."""
+    low: int
+    """The first one's place in the flat tensor."""
+    numel: int
+
+
+def read_stage_1_and_2(paths: Sequence[Path], shapes: Mapping[str, Sequence[int]], out: Trained) -> None:
+    """Stages 1 and 2: the masters of a group in one flat tensor, of which each rank has a stretch. Each rank's file
+    says which names are where in it."""
+    done: dict[str, int] = {}
+    for path in paths:
+        content = field(read_file(path), "optimizer_state_dict", path=path)
+        base = field(content, "base_optimizer_state", path=path)
+        masters = field(content, "single_partition_of_fp32_groups", path=path)
+        named = field(content, "param_slice_mappings", path=path)
+        settings = field(base, "param_groups", path=path)
+        for group, (master, places) in enumerate(zip(masters, named, strict=True)):
+            state = base["state"].get(settings[group]["params"][0], {})
+            for name, place in places.items():
+                low, count = field(place, "start", path=path), field(place, "numel", path=path)
+                shape = tuple(shapes[name])
+                part = Part(name, shape, done.get(name, 0), low, count)
+                out.add(part, master=master, state=state)
+                done[name] = part.at + count
+        out.settings, out.scaler = settings, content.get("loss_scaler")
+
+
+def read_stage_3(paths: Sequence[Path], shapes: Shapes, out: Trained) -> None:
+    """Stage 3: each parameter is cut into equal parts, one for every rank; a rank's parts lie one behind the other, in
+    one flat tensor per group of `shapes` (a large optimizer group is several of these)."""
+    for rank, path in enumerate(paths):
+        content = field(read_file(path), "optimizer_state_dict", path=path)
+        inner = field(content, "optimizer_state_dict", path=path)
+        masters = field(content, "fp32_flat_groups", path=path)
+        for number, (master, named) in enumerate(zip(masters, shapes, strict=True)):
+            low = 0
+            for name, size in named.items():
+                shape, numel = tuple(size), math.prod(size)
+                each = -(-numel // len(paths))
+                at = min(rank * each, numel)
+                part = Part(name, shape, at, low, min(each, numel - at))
+                out.add(part, master=master, state=inner["state"].get(number, {}))
+                low += each
+            if low != master.numel():
+                raise CheckpointError(f"{path}: a flat tensor has {master.numel()} elements, its names have {low}.")
+        out.settings, out.scaler = field(inner, "param_groups", path=path), content.get("loss_scaler")
+
+
+def read_frozen(paths: Sequence[Path], out: Trained) -> None:
+    """Stage 3: what is not trained is cut in the same way, and lies by name in the other file of each rank."""
+    for rank, path in enumerate(paths):
+        content = read_file(path)
+        shapes, parts = (content.get(key) or {} for key in ("frozen_param_shapes", "frozen_param_fragments"))
+        for name in parts.keys() & shapes.keys():
+            shape, numel = tuple(shapes[name]), math.prod(shapes[name])
+            each = -(-numel // len(paths))
+            at = min(rank * each, numel)
+            out.add(Part(name, shape, at, 0, min(each, numel - at)), master=parts[name], state={})
+
+
+def read_by_number(
+    content: Mapping[str, Any], names: Sequence[Sequence[str]], held: Mapping[str, torch.Tensor], out: Trained
+) -> None:
+    """Stage 0: a state dict of the optimizer, whose parameters are numbered in the order of its groups."""
+    inner = content.get("optimizer_state_dict", content)
+    out.settings, out.scaler = inner["param_groups"], content if "cur_scale" in content else None
+    masters = content.get("fp32_groups", [[None] * len(group) for group in names])
+    for settings, group, values in zip(out.settings, names, masters, strict=True):
+        for number, name, master in zip(settings["params"], group, values, strict=True):
+            shape = tuple(held[name].shape)
+            if master is not None:
+                out.names.add(name)
+                out.shards.append(whole("param", name, master))
+            for key, value in inner["state"].get(number, {}).items():
+                out.add_state(key, name, value, shape)

@@ -1,0 +1,71 @@
+"""Opening whatever checkpoint is there, ours or another project's, for all ranks alike."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sheer.checkpoint.folder import check_tag, find
+from sheer.checkpoint.formats import Found, find_foreign
+from sheer.checkpoint.loading import open_together, read_rng, read_state
+from sheer.checkpoint.mapped import Mapped, MappedReader, Reading, Source
+from sheer.checkpoint.ranks import Axis, on_first, together
+from sheer.checkpoint.reader import Reader
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint as far as it is read before anything changes."""
+
+    index: Source
+    state: dict[str, Any]
+    """What `save` was given as `state`."""
+    rng: dict[str, torch.Tensor] | None
+    """This rank's generator states; None where the run that saved had no such rank."""
+    reader: Callable[[Any], Reading]
+    """What reads `index`."""
+    said: tuple[str, ...]
+    """What a person should know of how it was read."""
+
+
+def open_any(
+    root: str | os.PathLike[str],
+    tag: str | None,
+    *,
+    axis: Axis,
+    groups: Callable[[], Sequence[Sequence[str]] | None],
+    timeout: float,
+) -> Opened | None:
+    """Open the checkpoint `tag` in `root` (the latest, or `root` itself); None where `tag` is None and there is none.
+
+    Collective on `axis`: rank 0 decides which it is. `groups` gives the names of the parameters in each optimizer
+    group, for formats that number them; it is called on all ranks where another project wrote the checkpoint.
+    Raises CheckpointError on every rank where it cannot be read.
+    """
+    axis.assemble("load_checkpoint", timeout=timeout)
+    if tag is not None:
+        check_tag(tag)
+    foreign = on_first(axis, "load_checkpoint", lambda: find_foreign(Path(root), tag))
+    if foreign is not None:
+        named = groups()
+        return together(axis, f"loading checkpoint {foreign.path}", lambda: _open_foreign(foreign, named))
+    if tag is None and not on_first(axis, "load_checkpoint", lambda: find(root) is not None):
+        return None
+    index = open_together(root, tag, axis=axis, timeout=timeout)
+
+    def read() -> Opened:
+        return Opened(index, read_state(index), read_rng(index, axis.rank), Reader, ())
+
+    return together(axis, f"loading checkpoint {index.directory}", read)
+
+
+def _open_foreign(found: Found, groups: Sequence[Sequence[str]] | None) -> Opened:
+    foreign = found.read(groups)
+    facts = {**foreign.facts, "ties": foreign.ties}
+    source = Mapped.of(found.path, shards=foreign.shards, facts=facts)
+    return Opened(source, foreign.full_state, None, MappedReader, tuple(foreign.said))
