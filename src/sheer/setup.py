@@ -18,7 +18,7 @@ from sheer.config import BatchSizes, Config, resolve_batch
 from sheer.data import ResumableLoader
 from sheer.engine import Engine, Parts
 from sheer.errors import ConfigError, UsageError
-from sheer.layout import Split
+from sheer.layout import STAGES, Placement, Split
 from sheer.monitor import Monitor, build_monitors
 from sheer.observe import Teller
 from sheer.optim.handle import ShardedOptimizer
@@ -29,7 +29,7 @@ from sheer.pipeline import PipelineModule
 from sheer.pipelining import Pipeline, find_schedule
 from sheer.schedule import Schedule
 from sheer.shards import names_and_ties
-from sheer.zero import Units, placed_of, runtime_of
+from sheer.zero import Units, building_here, built_place_of, placed_of, runtime_of
 
 ConfigSource = Config | Mapping[str, Any] | str | os.PathLike[str]
 OptimizerSource = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
@@ -154,6 +154,7 @@ def _prepare(given: _Given, config: Config, split: Split, mesh: Mesh, device: to
             given.training_data, config=config, axis=mesh.data, micro_batch=batch.micro, collate_fn=given.collate_fn
         )
     _say_without_effect(config, teller)
+    _say_whole(module, config, mesh, teller)
     compiler = _build_compiler(module, config, teller, device)
     targets = compiler.targets if config.compile.enabled else ()
     return _Ready(
@@ -241,10 +242,15 @@ def _check_model(model: torch.nn.Module | None) -> torch.nn.Module:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     for fqn, tensor in tensors:
         if tensor.is_meta:
-            raise UsageError(f"{fqn!r} is on the meta device and has no values; materialise the model first (to_empty)")
+            raise UsageError(
+                f"{fqn!r} is on the meta device and has no values; call sheer.zero.materialize(model) first"
+            )
         if torch.nn.parameter.is_lazy(tensor):
             raise UsageError(f"{fqn!r} is a lazy parameter without a shape; run one forward before sheer.initialize")
-    taken = next((fqn for fqn, param in model.named_parameters() if placed_of(param) is not None), None)
+    if building_here() is not None:
+        raise UsageError("sheer.initialize inside sheer.zero.Init: leave its `with` first")
+    found = (fqn for fqn, p in model.named_parameters() if placed_of(p) is not None and built_place_of(p) is None)
+    taken = next(found, None)
     if taken is not None and runtime_of(model.get_parameter(taken)) is None:
         raise UsageError(
             f"parameter {taken!r} is sharded by an engine that is gone: at stage 3 values live in the engine. Keep it, "
@@ -260,7 +266,7 @@ def _check_memory(model: torch.nn.Module) -> None:
     """Two Parameter objects over one memory would come apart in flat buffers; refuse what is a tie in disguise."""
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for fqn, param in model.named_parameters():
-        if param.numel() and param.layout is torch.strided:
+        if param.numel() and param.layout is torch.strided and built_place_of(param) is None:
             start = param.data_ptr()
             stop = start + param.element_size() * (
                 1 + sum((n - 1) * s for n, s in zip(param.shape, param.stride(), strict=True))
@@ -280,6 +286,16 @@ def _say_without_effect(config: Config, teller: Teller) -> None:
     if config.without_effect:
         keys = ", ".join(config.without_effect)
         teller.info(f"config keys of DeepSpeed's that have no effect here: {keys} (`sheer config explain` says why)")
+
+
+def _say_whole(module: torch.nn.Module, config: Config, mesh: Mesh, teller: Teller) -> None:
+    """What was built in shards does not stay so below stage 3."""
+    stage = config.zero_optimization.stage
+    built = sum(built_place_of(param) is not None for param in module.parameters())
+    if built and STAGES[stage].param is Placement.REPLICATED:
+        teller.info(
+            f"stage {stage} keeps parameters whole on every rank: {built} that zero.Init sharded are put together"
+        )
 
 
 # --- optimizer and schedule -------------------------------------------------------------------------------------------

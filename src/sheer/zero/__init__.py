@@ -1,12 +1,15 @@
 """The bucket runtime: parameters in flat buffers, gradients reduced and parameters gathered while the model runs.
 
-For users: `GatheredParameters`.
+For users: `Init`, `materialize`, `GatheredParameters`, `register_external_parameter`.
 """
 
 from sheer.zero.access import GatheredParameters, register_external_parameter, unregister_external_parameter
 from sheer.zero.autograd import inside_backward
+from sheer.zero.building import Init, building_here
 from sheer.zero.flat import FlatBucket, Source, assemble
 from sheer.zero.gathering import Pass, Phase
+from sheer.zero.marks import built_place_of
+from sheer.zero.materialize import materialize
 from sheer.zero.runtime import Wiring, ZeroRuntime, placed_of, runtime_of
 from sheer.zero.saving import runs_twice
 from sheer.zero.units import NO_UNITS, ROOT, Units, find_units
@@ -16,6 +19,7 @@ __all__ = [
     "ROOT",
     "FlatBucket",
     "GatheredParameters",
+    "Init",
     "Pass",
     "Phase",
     "Source",
@@ -23,8 +27,11 @@ __all__ = [
     "Wiring",
     "ZeroRuntime",
     "assemble",
+    "building_here",
+    "built_place_of",
     "find_units",
     "inside_backward",
+    "materialize",
     "placed_of",
     "register_external_parameter",
     "runs_twice",

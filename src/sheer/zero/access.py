@@ -10,6 +10,7 @@ from typing import NamedTuple, final
 import torch
 
 from sheer.errors import UsageError
+from sheer.zero.building import building_here
 from sheer.zero.placing import Home, Placed
 from sheer.zero.runtime import placed_of
 from sheer.zero.units import ROOT
@@ -81,6 +82,13 @@ class GatheredParameters:
         self._places: list[_Place] = []
 
     def __enter__(self) -> None:
+        building = building_here()
+        if building is not None:
+            building.settle()
+        with torch._C.DisableTorchFunction():  # our own work is nothing that `Init` or a forward should look at
+            self._gather()
+
+    def _gather(self) -> None:
         self._places = _find(self._params)
         units: dict[int, tuple[Placed, list[str]]] = {}
         for _, placed, home in self._places:
@@ -95,7 +103,7 @@ class GatheredParameters:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._stack:
+        with torch._C.DisableTorchFunction(), self._stack:
             if error is None and self._modifier is not None:
                 for param, placed, home in self._places:
                     value = param.detach().contiguous()

@@ -350,11 +350,15 @@ def is_blank(value: torch.Tensor) -> bool:
     return value.dtype is not torch.bool and bool((value == torch.iinfo(value.dtype).min).all())
 
 
+def blank_value(dtype: torch.dtype) -> float | int:
+    """NaN; the smallest integer; False."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return 0 if dtype is torch.bool else torch.iinfo(dtype).min
+
+
 def _blank(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """One element to expand to any shape: it can be read, and nothing else."""
-    if dtype.is_floating_point or dtype.is_complex:
-        blank = torch.full((), float("nan"), dtype=dtype, device=device)
-    else:
-        blank = torch.full((), 0 if dtype is torch.bool else torch.iinfo(dtype).min, dtype=dtype, device=device)
+    blank = torch.full((), blank_value(dtype), dtype=dtype, device=device)
     torch._C._set_throw_on_mutable_data_ptr(blank)
     return blank

@@ -30,7 +30,7 @@ import torch
 
 from sheer.comm import Axis, Lane, Ticket, Vault
 from sheer.errors import CommError, UsageError
-from sheer.zero.autograd import at_end_of_backward, inside_backward
+from sheer.zero.autograd import at_end_of_backward, inside_backward, weakly
 from sheer.zero.flat import ShardedFlat
 from sheer.zero.order import Walk, complete, merge
 from sheer.zero.outside import OutsideReads
@@ -116,7 +116,7 @@ class Gathering:
         self._axis = axis
         self._lane = lane
         self._units = {name: Unit(name, tuple(f for f in flats if f.plan.key.unit == name)) for name in order}
-        self.outside = OutsideReads(self._read_outside)
+        self.outside = OutsideReads(weakly(self._read_outside))
         """Active while a call of the whole module runs and none of a block."""
         self.read_outside: set[str] = set()
         """Parameters to move to what is in no block; equal on all ranks. After the first step: what it has read where

@@ -40,8 +40,8 @@ class OutsideReads(TorchFunctionMode):
         """Before `func` is run as ever."""
         kwargs = kwargs or {}
         if not torch.compiler.is_dynamo_compiling():
-            for param in _parameters(args, kwargs):
-                if _looks_at_values(func):
+            for param in parameters_in(args, kwargs):
+                if looks_at_values(func):
                     self._read(param)
         return func(*args, **kwargs)
 
@@ -62,7 +62,8 @@ class OutsideReads(TorchFunctionMode):
         return True
 
 
-def _parameters(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.nn.Parameter]:
+def parameters_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.nn.Parameter]:
+    """The parameters among a function's arguments, or in a list there."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.nn.Parameter):
             yield value
@@ -70,7 +71,8 @@ def _parameters(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch
             yield from (one for one in value if isinstance(one, torch.nn.Parameter))
 
 
-def _looks_at_values(func: Any) -> bool:
+def looks_at_values(func: Any) -> bool:
+    """Whether a torch function may read or write values of its arguments, or give views of them."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
         return getattr(func.__self__, "__name__", "") in _VALUES

@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-from sheer.comm import Axis, Depots, Lane, Vault
-from sheer.layout import Layout, Slot
+from sheer.comm import Axis, Depots, DeviceMemory, Lane, Vault
+from sheer.layout import ALIGNMENT, STAGES, Bucket, BucketKey, Layout, Slot, align
 from sheer.zero.flat import FlatBucket, ReplicatedFlat, ShardedFlat, Source
 from sheer.zero.gathering import Gathering
-from sheer.zero.units import Units
+from sheer.zero.marks import built_place_of, unmark_built
+from sheer.zero.units import ROOT, Units
 
 
 class Home(NamedTuple):
@@ -55,10 +56,12 @@ def place(
     depots: Depots,
 ) -> Placed:
     """Move `params` into the buckets of `layout`. Collective on `axis`: every rank gets rank 0's values, or those that
-    `source` gives where parameters are sharded."""
+    `source` gives where parameters are sharded; what `Init` has built comes from its shards."""
     buckets = [(bucket, [params[slot.fqn] for slot in bucket.slots]) for bucket in layout.buckets]
     vault = Vault(device)
     if not layout.shards_params:
+        for param in params.values():
+            make_whole(param)
         replicated = tuple(
             ReplicatedFlat(bucket, own, layout=layout, axis=axis, device=device, depots=depots)
             for bucket, own in buckets
@@ -67,7 +70,13 @@ def place(
             axis, replicated, Gathering((), (), chunks=(), axis=axis, lane=lane, vault=vault), _homes(replicated)
         )
 
-    def of_rank_0(_slot: Slot, param: torch.nn.Parameter) -> torch.Tensor:
+    def of_rank_0(slot: Slot, param: torch.nn.Parameter) -> torch.Tensor:
+        if (built := built_place_of(param)) is not None:
+            for flat in built.flats:
+                flat.adopt()
+            value = built.whole_value(slot, param)
+            unmark_built(param)  # and with it goes its shard
+            return value
         value = param.detach().contiguous()
         axis.broadcast(value)
         return value.reshape(-1)
@@ -87,6 +96,50 @@ def place(
     )
     gathering = Gathering(sharded, units.order, chunks=units.chunks, axis=axis, lane=lane, vault=vault)
     return Placed(axis, sharded, gathering, _homes(sharded))
+
+
+def make_whole(param: torch.nn.Parameter) -> None:
+    """Undo what `Init` has done to `param`, if it has. Collective."""
+    built = built_place_of(param)
+    home = None if built is None else built.home(param)
+    if built is not None and home is not None:
+        unmark_built(param)
+        home.flat.adopt()
+        home.flat.release(built.axis)
+
+
+class Site(NamedTuple):
+    """Where parameters are sharded one by one, before there is a layout."""
+
+    axis: Axis
+    lane: Lane
+    vault: Vault
+    device: torch.device
+    dtype: torch.dtype | None
+    """What floating-point parameters become; None leaves them."""
+
+
+def shard_alone(param: torch.nn.Parameter, name: str, site: Site) -> Placed:
+    """Leave `param` sharded, as rank 0 has it, in a bucket of its own that no optimizer knows. Collective."""
+    axis, dtype = site.axis, site.dtype or param.dtype
+    value = param.detach().to(site.device).contiguous()
+    axis.broadcast(value)
+    slot = Slot(name, tuple(param.shape), 0, param.numel())
+    key = BucketKey(dtype, dtype, None)
+    bucket = Bucket(0, key, (slot,), align(slot.numel, ALIGNMENT * axis.size), world=axis.size)
+    memory = DeviceMemory(site.device)
+    flat = ShardedFlat(
+        bucket,
+        [param],
+        layout=Layout(STAGES[3], axis.size, (bucket,)),
+        rank=axis.rank,
+        source=lambda _slot, _param: value.reshape(-1),
+        device=site.device,
+        vault=site.vault,
+        depots=Depots(memory, memory, memory),
+    )
+    gathering = Gathering((flat,), (ROOT,), chunks=(), axis=axis, lane=site.lane, vault=site.vault)
+    return Placed(axis, (flat,), gathering, _homes([flat]))
 
 
 def _homes(flats: Sequence[FlatBucket]) -> dict[int, Home]:

@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.utils import _pytree
@@ -22,6 +22,7 @@ from sheer.zero.autograd import at_end_of_backward, weakly
 from sheer.zero.flat import FlatBucket, Source
 from sheer.zero.gates import ModelGate, UnitGate
 from sheer.zero.grads import BucketGrad, GradState, ResidentGrad, ShardedGrad, Wire
+from sheer.zero.marks import Mark, hooks_of, mark
 from sheer.zero.placing import Placed, place
 from sheer.zero.ties import TiedGrads
 from sheer.zero.units import NO_UNITS, ROOT, Units
@@ -101,7 +102,7 @@ class ZeroRuntime:
         ]
         if layout.shards_params:  # who needs a frozen parameter's value must find us too
             frozen = [param for flat in self.flats if not flat.plan.trainable for param in flat.params]
-            self._hooks += [_mark(p, self.placed) for p in frozen if p.is_floating_point() or p.is_complex()]
+            self._hooks += [mark(p, self.placed) for p in frozen if p.is_floating_point() or p.is_complex()]
         self.gates = {
             fqn: (UnitGate if fqn != ROOT else ModelGate)(
                 self.gathering, tuple(self.gathering[name] for name in needed)
@@ -462,38 +463,15 @@ class GradHook:
         return self._runtime()
 
 
-class Mark:
-    """What the engine puts on a frozen parameter that is sharded, so that it leads to its values."""
-
-    __slots__ = ("placed",)
-
-    def __init__(self, placed: Placed) -> None:
-        self.placed = placed
-
-    def __call__(self, _param: torch.Tensor) -> None:
-        """It gets no gradient that counts."""
-
-
-def _mark(param: torch.nn.Parameter, placed: Placed) -> Any:
-    """torch takes the hook only while the parameter requires a gradient (so integers cannot have one)."""
-    frozen = not param.requires_grad
-    param.requires_grad_(True)
-    handle = param.register_post_accumulate_grad_hook(Mark(placed))  # type: ignore[no-untyped-call]
-    param.requires_grad_(not frozen)
-    return handle
-
-
 def runtime_of(param: torch.Tensor) -> ZeroRuntime | None:
     """The runtime that trains `param`; None where none does."""
-    hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
-    found = [hook.runtime for hook in hooks.values() if isinstance(hook, GradHook)]
+    found = [hook.runtime for hook in hooks_of(param).values() if isinstance(hook, GradHook)]
     return next((runtime for runtime in found if runtime is not None), None)
 
 
 def placed_of(param: torch.Tensor) -> Placed | None:
-    """Where an engine has placed `param`; None where none has, or it is frozen and not sharded."""
-    hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
-    for hook in hooks.values():
+    """Where an engine, or `Init`, has placed `param`; None where none has, or it is frozen and not sharded."""
+    for hook in hooks_of(param).values():
         if isinstance(hook, (GradHook, Mark)) and hook.placed is not None:
             return hook.placed
     runtime = runtime_of(param)
@@ -503,5 +481,4 @@ def placed_of(param: torch.Tensor) -> Placed | None:
 def _speaks_last(param: torch.Tensor) -> bool:
     """Whether no hook of the user's comes after ours on `param`: one that does must find `.grad` there, so its bucket
     leaves with the next one."""
-    hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
-    return isinstance(next(reversed(hooks.values()), None), GradHook)
+    return isinstance(next(reversed(hooks_of(param).values()), None), GradHook)
