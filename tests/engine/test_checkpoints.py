@@ -23,139 +23,14 @@ from sheer import checkpoint
 from sheer.checkpoint import loading
 from sheer.checkpoint.reader import Reader
 from sheer.errors import CheckpointError, CommError, TornLoadError, UsageError
-from sheer.optim.lion import Lion
 from sheer.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from tests.engine.everything import PRECISIONS, build, everything, grouped, here, in_world, train
 from tests.engine.models import Odd, batches, odd
 from tests.engine.oracle import Case, engine_run, start, values
 from tests.engine.worlds import Worlds, assert_same, contents, snapshot
 
 everywhere = pytest.mark.world_size(1, 2)
 stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
-PRECISIONS: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "bf16": {"bf16": {"enabled": True}},
-    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 6}},
-}
-LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
-Tensors = dict[checkpoint.Key, torch.Tensor]
-ALL = 6
-"""Samples per step, in worlds of 1, 2 and 3."""
-
-
-class Everything(Odd):
-    """Odd names, a buffer that moves, and dropout besides what `Odd` has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.named = nn.ModuleDict({"a name": nn.Linear(12, 12), "ünï-code/slash": nn.Linear(12, 12)})
-        self.register_buffer("moving", torch.zeros(12))
-
-    def forward(self, tokens: torch.Tensor, *, branch: bool = False) -> torch.Tensor:
-        with torch.no_grad():
-            self.moving.mul_(0.9).add_(self.embed.weight.float().mean(0), alpha=0.1)
-        extra = sum(linear(self.embed(tokens)).square().mean() for linear in self.named.values())
-        return super().forward(tokens, branch=branch) + 0.01 * extra
-
-
-def everything(seed: int) -> Everything:
-    torch.manual_seed(seed)
-    return Everything()
-
-
-def here(stage: int = 0, **fields) -> Case:
-    return Case(stage=stage, world=sheer.testing.world_size(), rank=sheer.testing.rank(), **fields)
-
-
-def in_world(world: int, stage: int, precision: str = "fp32", **fields) -> Case:
-    fields.setdefault("micro", ALL // world)
-    return Case(stage=stage, world=world, rank=sheer.testing.rank(), extra=PRECISIONS[precision], **fields)
-
-
-def grouped(module: nn.Module, cls: type[torch.optim.Optimizer], **options: Any) -> torch.optim.Optimizer:
-    """Two groups of different settings and an empty one."""
-    matrices = [p for p in module.parameters() if p.dim() > 1]
-    others = [p for p in module.parameters() if p.dim() <= 1]
-    return cls([{"params": matrices, "lr": 3e-3}, {"params": []}, {"params": others, "lr": 1e-3}], **options)
-
-
-def build(seed: int, case: Case, *, cls: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any) -> Any:
-    model = everything(seed)
-    return sheer.initialize(model=model, optimizer=grouped(model, cls, **options), config=case.config())[0]
-
-
-def branching(module: nn.Module, tokens: torch.Tensor, rank: int, number: int, *, step: int) -> torch.Tensor:
-    return module(tokens, branch=step == 1)
-
-
-def train(engine: Any, case: Case, steps: range) -> list[Any]:
-    """Steps of one endless run: the same data at every world size; one of them uses parameters that others do not."""
-    results = []
-    for step in steps:
-        data = batches(1, size=case.global_batch, seed=100 + step)
-        results += engine_run(engine, case, data, call=partial(branching, step=step))
-    return results
-
-
-# --- any to any -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.world_size(3)
-@pytest.mark.parametrize("target", [1, 2, 3])
-@pytest.mark.parametrize("source", [1, 2, 3])
-def test_from_any_to_any(source: int, target: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All pairs of stages, and over the worlds all pairs of precisions with each."""
-    worlds = Worlds(monkeypatch)
-    names = list(PRECISIONS)
-    for number, (before, after) in enumerate((a, b) for a in range(4) for b in range(4)):
-        pair = (number + 3 * source + target) % 9
-        one = in_world(source, before, names[pair // 3])
-        other = in_world(target, after, names[pair % 3])
-        folder = tmp_path / f"{number}"
-        losses = worlds.within(source, partial(_save_and_go_on, one, folder))
-        mine = worlds.within(target, partial(_load_and_go_on, other, folder, names[pair % 3]))
-        if sheer.testing.rank() == 0 and pair // 3 == pair % 3:
-            # In 8 or 11 bits the gradients are rounded apart at another world; the first loss is of equal weights.
-            steps, near = (2, 1e-5) if names[pair % 3] == "fp32" else (1, 2**-8)
-            assert mine[:steps] == pytest.approx(losses[:steps], rel=near), (one, other)
-
-
-def _save_and_go_on(case: Case, folder: Path) -> list[float]:
-    engine = build(1, case)
-    train(engine, case, range(2))
-    masters = {fqn: safe_get_full_fp32_param(p) for fqn, p in engine.module.named_parameters() if p.requires_grad}
-    engine.save_checkpoint(folder, "first")
-    if case.rank == 0:
-        stored = contents(folder / "first")
-        for fqn, value in masters.items():
-            assert torch.equal(stored[checkpoint.Key("param", fqn)], value), fqn
-    losses = [step.loss for step in train(engine, case, range(2, 4))]
-    engine.destroy()
-    return losses
-
-
-def _load_and_go_on(case: Case, folder: Path, precision: str) -> list[float]:
-    engine = build(2, case)
-    engine.load_checkpoint(folder, "first")
-    engine.save_checkpoint(folder, "second", save_latest=False)
-    shown = values(engine.module)
-    if case.rank == 0:
-        _compare(shown, contents(folder / "first"), contents(folder / "second"), precision)
-    assert engine.global_steps == 2
-    losses = [step.loss for step in train(engine, case, range(2, 4))]
-    engine.destroy()
-    return losses
-
-
-def _compare(shown: dict[str, torch.Tensor], first: Tensors, second: Tensors, precision: str) -> None:
-    """All that was saved came to the bit, and what the model computes with is it, rounded."""
-    assert first.keys() == second.keys()
-    for key, value in first.items():
-        if key.kind == "param" and key.name.startswith("frozen"):  # it has no master
-            value = value.to(LOW.get(precision, torch.float32)).to(second[key].dtype)
-        assert torch.equal(second[key], value.to(second[key].dtype)), key
-    for key in first:
-        if key.kind == "param":
-            assert torch.equal(shown[key.name], first[key].to(shown[key.name].dtype)), key
 
 
 @everywhere
@@ -177,56 +52,6 @@ def test_a_restart_is_no_event(stage: int, precision: str, tmp_path: Path) -> No
         assert (path, client) == (str(tmp_path / "global_step2"), {})
         assert train(engine, case, range(2, 4)) == expected
         assert_same(snapshot(engine), end)
-
-
-@pytest.mark.world_size(3)
-@pytest.mark.parametrize(
-    ("cls", "options"),
-    [
-        (torch.optim.SGD, {}),
-        (torch.optim.SGD, {"momentum": 0.9}),
-        (torch.optim.Adagrad, {}),
-        (torch.optim.NAdam, {}),
-        (Lion, {}),
-    ],
-)
-def test_growing_and_shrinking(
-    cls: type[torch.optim.Optimizer], options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worlds = Worlds(monkeypatch)
-
-    def leg(world: int, number: int) -> list[float]:
-        case = in_world(world, stage=(number + 1) % 4)
-        engine = build(number, case, cls=cls, **options)
-        if number:
-            engine.load_checkpoint(tmp_path)
-        losses = [step.loss for step in train(engine, case, range(2 * number, 2 * number + 2))]
-        engine.save_checkpoint(tmp_path)
-        engine.destroy()
-        return losses
-
-    chain = [worlds.within(world, partial(leg, world, number)) for number, world in enumerate((1, 3, 2, 1))]
-    case = in_world(1, 0)
-    whole = worlds.within(1, lambda: train(build(0, case, cls=cls, **options), case, range(8)))
-    if sheer.testing.rank() == 0:
-        assert [loss for losses in chain for loss in losses] == pytest.approx([step.loss for step in whole], rel=1e-5)
-
-
-@pytest.mark.parametrize("compiled", [(True, False), (False, True)])
-@pytest.mark.world_size(2)
-def test_compiled_or_not(compiled: tuple[bool, bool], tmp_path: Path) -> None:
-    losses = []
-    for number, on in enumerate(compiled):
-        case = here(2, extra={"compile": {"enabled": on, "backend": "aot_eager"}})
-        engine = build(number, case)
-        if number:
-            engine.load_checkpoint(tmp_path)
-        else:
-            train(engine, case, range(2))
-            engine.save_checkpoint(tmp_path)
-        losses.append([step.loss for step in train(engine, case, range(2, 4))])
-        engine.destroy()
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 @everywhere

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -57,42 +59,62 @@ def start(run: Run, *, seed: int = 3, **more: Any) -> tuple[Any, Case]:
     return sheer.initialize(model=module, config=case.config())[0], case
 
 
-@pytest.mark.world_size(4)
-@pytest.mark.parametrize("saver", RUNS)
-def test_every_split_reads_what_any_other_saved(saver: str, tmp_path, monkeypatch) -> None:
-    """To the bit, and goes on alike: params, momentum, buffers; each of them stored once."""
-    worlds, data = Worlds(monkeypatch), batches(3, size=ALL)
-    first, second, third = data
+@pytest.mark.world_size(4, timeout=120)
+def test_every_split_reads_what_any_other_saved(tmp_path, monkeypatch) -> None:
+    """To the bit, and goes on alike: params, momentum, buffers; each of them stored once. All save, then all load what
+    three others saved."""
+    worlds, (first, second, third) = Worlds(monkeypatch), batches(3, size=ALL)
+    monkeypatch.setattr(os, "fsync", lambda fd: None)  # no power will fail; a hundred saves wait for the disk otherwise
 
-    def save() -> float:
+    def save(saver: str) -> float:
         engine, case = start(RUNS[saver])
         train(engine, case, [first, second])
-        engine.save_checkpoint(tmp_path, tag="first", client_state={"by": saver})
+        engine.save_checkpoint(tmp_path, tag=saver, client_state={"by": saver})
         loss = train(engine, case, [third])[0].loss
         engine.destroy()
         return loss
 
-    expected = worlds.within(RUNS[saver].ranks, save)
-    stored = contents(tmp_path / "first")
-    assert {key.name for key in stored if key.kind == "param"} == {
-        name for name, _ in staged(1, stage=0).named_parameters()
-    }
-
-    def load(loader: str) -> None:
+    def load(loader: str, savers: list[str]) -> None:
         engine, case = start(RUNS[loader], seed=9)
-        path, client_state = engine.load_checkpoint(tmp_path, tag="first")
-        assert path is not None
-        assert client_state == {"by": saver}
-        assert engine.global_steps == 2
-        engine.save_checkpoint(tmp_path, tag=loader)
-        loss = train(engine, case, [third])[0].loss
-        if sheer.testing.rank() == 0:
-            assert loss == pytest.approx(expected, rel=1e-5)
+        for saver in savers:
+            path, client_state = engine.load_checkpoint(tmp_path, tag=saver)
+            assert path is not None
+            assert client_state == {"by": saver}
+            assert engine.global_steps == 2
+            engine.save_checkpoint(tmp_path, tag=f"{saver} by {loader}")
+            loss = train(engine, case, [third])[0].loss
+            if sheer.testing.rank() == 0:
+                assert loss == pytest.approx(expected[saver], rel=1e-5), (saver, loader)
         engine.destroy()
 
-    for loader in RUNS:
-        worlds.within(RUNS[loader].ranks, lambda loader=loader: load(loader))
-        assert_same(contents(tmp_path / loader), stored)
+    expected = {saver: worlds.within(RUNS[saver].ranks, partial(save, saver)) for saver in RUNS}
+    names = {name for name, _ in staged(1, stage=0).named_parameters()}
+    for number, loader in enumerate(RUNS):
+        savers = [list(RUNS)[(number + step) % len(RUNS)] for step in (1, 3, 6)]
+        worlds.within(RUNS[loader].ranks, partial(load, loader, savers))
+        for saver in savers[sheer.testing.rank() :: 4]:  # each rank compares its part
+            stored = contents(tmp_path / saver)
+            assert {key.name for key in stored if key.kind == "param"} == names
+            assert_same(contents(tmp_path / f"{saver} by {loader}"), stored)
+
+
+@pytest.mark.world_size(2, 3)
+def test_two_and_three_stages_and_a_plain_run_read_each_other(world_size: int, tmp_path) -> None:
+    first, second, third = batches(3, size=ALL)
+    runs = [Run(world_size), Run(1, world_size, 3), Run(world_size, 1, 1)]
+    losses = []
+    for number, run in enumerate(runs):
+        engine, case = start(run, seed=3 + number)
+        if number == 0:
+            train(engine, case, [first, second])
+        else:
+            engine.load_checkpoint(tmp_path, tag=f"{number - 1}")
+        engine.save_checkpoint(tmp_path, tag=f"{number}")
+        losses += [step.loss for step in train(engine, case, [third])]
+        engine.destroy()
+    assert losses == pytest.approx(losses[:1] * 3, rel=1e-5)
+    assert_same(contents(tmp_path / "1"), contents(tmp_path / "0"))
+    assert_same(contents(tmp_path / "2"), contents(tmp_path / "0"))
 
 
 @pytest.mark.world_size(2)
