@@ -131,7 +131,9 @@ def save(
         return
     try:
         beside = axis.beside()
-        copies = checkpoint.together(axis, begun.doing, lambda: background.snapshot(prepared.shards))
+        depot = parts.plan.runtime.depots.optim
+        room = depot if depot.paged else None
+        copies = checkpoint.together(axis, begun.doing, lambda: background.snapshot(prepared.shards, depot=room))
     except BaseException:
         begun.close()
         raise
@@ -320,8 +322,12 @@ def _load_tensors(parts: SavedParts, opened: Opened, wish: Wish, *, module: bool
     if wish.optimizer and flat is not None:
         forms = index.facts.get("optimizer", {}).get("forms", {})
         saved = saved_optimizer_states(index, parts.params, ties, forms)
-        incoming = flat.blank(saved, forms, rank=runtime.axis.rank, world=runtime.axis.size)
-        fresh = optimizer_shards(incoming.pieces)
+        incoming = checkpoint.together(
+            runtime.mesh.world,
+            f"loading checkpoint {index.directory}",
+            lambda: flat.blank(saved, forms, rank=runtime.axis.rank, world=runtime.axis.size),
+        )
+        fresh = optimizer_shards(flat, incoming.pieces)
         kinds |= {kind for kind in index.kinds if kind.startswith(OPTIM)}
     left_out = set(index.facts.get("left_out", ()))
     checkpoint.load(

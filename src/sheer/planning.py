@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from sheer.optim.flat import (
     SavedState,
     StatePiece,
     cannot_shard,
+    expected_state,
     needs_whole_tensors,
 )
 from sheer.optim.forms import StateForm, as_tensor, form_of
@@ -175,6 +177,7 @@ def build(
     ):
         raise cannot_shard(base)  # before the model is touched
     depots = mesh.world.together(lambda: _make_depots(layout, config, device), doing="sheer.initialize: offload")
+    _check_room(layout, depots, base, mesh)
     runtime = _make_runtime(layout, params, config=config, mesh=mesh, device=device, units=units, depots=depots)
     if base is None:
         return Plan(layout, runtime, None, census)
@@ -267,6 +270,33 @@ def _make_depots(layout: Layout, config: Config, device: torch.device) -> Depots
     )
 
 
+def _check_room(layout: Layout, depots: Depots, base: torch.optim.Optimizer | None, mesh: Mesh) -> None:
+    """Find out on all ranks at once, before anything changes, whether what is to be in files has room there.
+
+    Raises ConfigError on every rank. Collective on all ranks where files are used.
+    """
+    if Place.FILES not in layout.places:
+        return
+    needed = layout.nbytes()["master"][1] + (0 if base is None else _state_nbytes(layout, base, mesh.data.rank))
+    with ExitStack() as held:
+
+        def reserve() -> None:
+            held.enter_context(depots.param.reserve(layout.nbytes()["param"][1]))
+            held.enter_context(depots.optim.reserve(needed))
+
+        mesh.world.together(reserve, doing="offload")
+
+
+def _state_nbytes(layout: Layout, base: torch.optim.Optimizer, rank: int) -> int:
+    """What `base` is going to keep of a rank's masters."""
+    total = 0
+    for bucket in layout.buckets:
+        if bucket.key.group is not None:
+            made = expected_state(base, bucket.key.group, layout.master_dtype(bucket))
+            total += layout.owned(bucket, rank).numel * sum(dtype.itemsize for dtype in made.values())
+    return total
+
+
 def _make_optimizer(
     base: torch.optim.Optimizer, runtime: ZeroRuntime, depots: Depots, *, given: list[list[torch.Tensor]] | None = None
 ) -> FlatOptimizer:
@@ -297,12 +327,13 @@ def rebuild(
         params, config=config, group_of=group_of, islands=islands, split=split, units=units, world=mesh.data.size
     )
     census = take(layout, mesh, device)
+    depots = old.runtime.depots
+    _check_room(layout, depots, None if optimizer is None else optimizer.base, mesh)
     pieces = [] if optimizer is None else _everything(optimizer)
     offers = restate.describe(pieces, axis)
     forms = {} if optimizer is None else merged_forms(optimizer, axis)
     old.runtime.remove_hooks()
     old.runtime.gathering.close()
-    depots = old.runtime.depots
     runtime = _make_runtime(
         layout,
         params,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sheer.checkpoint import Key, Shard, Source
-from sheer.layout import LOW_PRECISION, Split
+from sheer.layout import LOW_PRECISION, Piece, Split
 from sheer.optim.flat import FlatOptimizer, SavedState, StatePiece
 from sheer.optim.forms import StateForm
 from sheer.zero import FlatBucket, ZeroRuntime
@@ -89,7 +89,7 @@ def shards_to_save(
     if optimizer is not None:
         within = {i: m.bucket.shard(runtime.axis.rank) for i, m in enumerate(optimizer.masters)}
         shards += [
-            Shard(OPTIM + piece.key, piece.fqn, piece.shape, piece.start, piece.data.detach())
+            Shard(OPTIM + piece.key, piece.fqn, piece.shape, piece.start, piece.data.detach(), optimizer.depot.rest)
             for piece in optimizer.export(within=within)
             if piece.fqn not in others
         ]
@@ -98,14 +98,13 @@ def shards_to_save(
 
 def _param_shards(flat: FlatBucket, runtime: ZeroRuntime) -> Iterator[Shard]:
     for piece in flat.plan.pieces(flat.plan.shard(runtime.axis.rank)):
-        yield Shard(
-            "param", piece.fqn, piece.shape, piece.start, _elements(flat, piece.offset, piece.stop - piece.start)
-        )
+        yield _param_shard(flat, piece)
 
 
-def _elements(flat: FlatBucket, offset: int, numel: int) -> torch.Tensor:
-    """Elements [offset, offset + numel) of the bucket, as exact as they are known here."""
-    return flat.master[offset - flat.owned.start :][:numel]
+def _param_shard(flat: FlatBucket, piece: Piece) -> Shard:
+    """A piece of a parameter, as exact as it is known here."""
+    data = flat.master[piece.offset - flat.owned.start :][: piece.stop - piece.start]
+    return Shard("param", piece.fqn, piece.shape, piece.start, data, flat.rest)
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
@@ -113,11 +112,7 @@ def _elements(flat: FlatBucket, offset: int, numel: int) -> torch.Tensor:
 
 def wanted_params(runtime: ZeroRuntime) -> list[Shard]:
     """Where parameters are to be loaded: masters where there are some, else this rank's part of the buffers."""
-    return [
-        Shard("param", piece.fqn, piece.shape, piece.start, _elements(flat, piece.offset, piece.stop - piece.start))
-        for flat in runtime.flats
-        for piece in flat.plan.pieces(flat.owned)
-    ]
+    return [_param_shard(flat, piece) for flat in runtime.flats for piece in flat.plan.pieces(flat.owned)]
 
 
 def wanted_buffers(buffers: Buffers) -> tuple[list[Shard], list[Landing]]:
@@ -170,6 +165,7 @@ def _entry(index: Source, kind: str, names: list[str]) -> Any:
     return next((entry for name in names if (entry := index.entry(Key(kind, name))) is not None), None)
 
 
-def optimizer_shards(pieces: list[StatePiece]) -> list[Shard]:
+def optimizer_shards(optimizer: FlatOptimizer, pieces: list[StatePiece]) -> list[Shard]:
     """Where optimizer state is to be loaded."""
-    return [Shard(OPTIM + piece.key, piece.fqn, piece.shape, piece.start, piece.data) for piece in pieces]
+    rest = optimizer.depot.rest
+    return [Shard(OPTIM + piece.key, piece.fqn, piece.shape, piece.start, piece.data, rest) for piece in pieces]

@@ -14,7 +14,8 @@ import torch
 from sheer import device as devices
 from sheer.checkpoint.ranks import Axis
 from sheer.checkpoint.saving import Begun, finish
-from sheer.checkpoint.shard import Shard
+from sheer.checkpoint.shard import Shard, nothing
+from sheer.comm import Depot
 from sheer.errors import CheckpointError
 from sheer.observe import logger
 
@@ -27,17 +28,24 @@ class Snapshot:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def take(self, shards: Sequence[Shard]) -> list[Shard]:
-        """Copies of `shards`, whole when this returns; the ones before are overwritten."""
+    def take(self, shards: Sequence[Shard], *, depot: Depot | None) -> list[Shard]:
+        """Copies of `shards`, whole when this returns, in memory of `depot` where one is given; the ones before are
+        overwritten."""
         sizes = [-(-shard.data.nbytes // _ALIGNMENT) * _ALIGNMENT for shard in shards]
         if sum(sizes) > len(self._memory):
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # let go of it first
-            self._memory = devices.host_memory(sum(sizes), near=[shard.data.device for shard in shards])
+            if depot is None:
+                self._memory = devices.host_memory(sum(sizes), near=[shard.data.device for shard in shards])
+            else:
+                self._memory = depot.empty(sum(sizes), torch.uint8)
+        rest = nothing if depot is None else depot.rest
         copies, at = [], 0
         for shard, size in zip(shards, sizes, strict=True):
             place = self._memory[at : at + shard.data.nbytes].view(shard.data.dtype)
             place.copy_(shard.data.detach(), non_blocking=True)
-            copies.append(Shard(shard.kind, shard.name, shard.shape, shard.start, place))
+            copies.append(Shard(shard.kind, shard.name, shard.shape, shard.start, place, rest))
+            shard.rest(shard.data)
+            rest(place)
             at += size
         devices.synchronize({shard.data.device for shard in shards})
         return copies
@@ -61,10 +69,10 @@ class Background:
         """Whether `end` would not wait."""
         return self._thread is None or not self._thread.is_alive()
 
-    def snapshot(self, shards: Sequence[Shard]) -> list[Shard]:
-        """Copies to give to `start`."""
+    def snapshot(self, shards: Sequence[Shard], *, depot: Depot | None = None) -> list[Shard]:
+        """Copies to give to `start`, in memory of `depot` where one is given."""
         assert not self.running, "the thread writes from this memory"
-        return self._snapshot.take(shards)
+        return self._snapshot.take(shards, depot=depot)
 
     def start(self, begun: Begun, copies: Sequence[Shard], *, axis: Axis) -> None:
         """Finish `begun` beside what goes on here. `axis` is the thread's alone."""

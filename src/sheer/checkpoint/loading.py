@@ -328,7 +328,7 @@ def _shape(index: Source, key: Key) -> tuple[int, ...]:
 
 
 def _requests(sources: Iterable[_Source]) -> list[Request]:
-    return [Request(source.stored[0], source.shard.start, source.shard.data.detach()) for source in sources]
+    return [Request(source.stored[0], s.start, s.data.detach(), s.rest) for source in sources for s in (source.shard,)]
 
 
 def _verify(reading: Reading, sources: Sequence[_Source], *, compare: bool) -> int:

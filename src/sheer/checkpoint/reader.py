@@ -20,7 +20,7 @@ import torch
 
 from sheer.checkpoint import checksum
 from sheer.checkpoint.index import Entry, Index, Piece
-from sheer.checkpoint.shard import Key
+from sheer.checkpoint.shard import Key, nothing
 from sheer.checkpoint.tensorfile import CHUNK
 from sheer.errors import CheckpointError
 
@@ -36,6 +36,8 @@ class Request(NamedTuple):
     """First element."""
     out: torch.Tensor
     """1-D, contiguous: where the elements go, converted to its dtype."""
+    rest: Callable[[torch.Tensor], None] = nothing
+    """Called with every part of `out` that has been filled."""
 
 
 class _Fetch(NamedTuple):
@@ -50,6 +52,7 @@ class _Fetch(NamedTuple):
     skip: int
     """Elements at the chunk's start that are not wanted."""
     out: torch.Tensor
+    rest: Callable[[torch.Tensor], None]
 
     @property
     def direct(self) -> bool:
@@ -147,6 +150,7 @@ class Reader:
             self._read(fetch, fd, fetch.out.view(torch.uint8).numpy().data)
         else:
             fetch.out.copy_(self._converted(fetch, fd))
+        fetch.rest(fetch.out)
 
     def _check(self, fetch: _Fetch, fd: int) -> None:
         """Read one chunk and let it go; where conversion cannot fail, no more than a block of it at a time."""
@@ -217,7 +221,8 @@ def _plan(request: Request, entry: Entry, piece: Piece, block: int) -> Iterator[
         until = min(high, piece.start + (first + nbytes) // width)
         skip = low - (piece.start + first // width)
         out = request.out[low - request.start : until - request.start]
-        yield _Fetch(request.key, piece, entry.torch_dtype, first, _needed(skip, out, width, block, nbytes), skip, out)
+        needed = _needed(skip, out, width, block, nbytes)
+        yield _Fetch(request.key, piece, entry.torch_dtype, first, needed, skip, out, request.rest)
         low, first = until, first + nbytes
 
 

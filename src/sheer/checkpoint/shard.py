@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,6 +36,10 @@ SAFETENSORS_CODES = {
     torch.complex128: "U8",
 }
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_CODES}
+
+
+def nothing(_part: torch.Tensor) -> None:
+    """Memory that stays where it is."""
 
 
 class Key(NamedTuple):
@@ -72,6 +76,8 @@ class Shard:
     """The first element of the interval."""
     data: torch.Tensor
     """1-D, contiguous: the elements, in the dtype to store; on load, where they go. Empty only where the tensor is."""
+    rest: Callable[[torch.Tensor], None] = nothing
+    """Called with every part of `data` that has been read, or filled, and will not be looked at for a while."""
 
     @property
     def key(self) -> Key:

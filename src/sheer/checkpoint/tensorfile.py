@@ -11,11 +11,9 @@ import math
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from sheer.checkpoint import plain
 from sheer.checkpoint.checksum import Checksum
@@ -59,7 +57,7 @@ def write_shards(path: Path, shards: Sequence[Shard], *, checksum: Checksum) -> 
         write_fully(file.fileno(), header)
         at = len(header)
         for shard in large:
-            sums = _write_one(file.fileno(), shard.data, checksum)
+            sums = _write_one(file.fileno(), shard, checksum)
             _add(tensors, shard, {"file": path.name, "at": at, "sums": sums})
             at += shard.data.nbytes
         os.fsync(file.fileno())
@@ -82,21 +80,19 @@ def write_fully(fd: int, data: bytes | memoryview) -> None:
         rest = rest[os.write(fd, rest) :]
 
 
-def _write_one(fd: int, data: torch.Tensor, checksum: Checksum) -> list[int]:
+def _write_one(fd: int, shard: Shard, checksum: Checksum) -> list[int]:
     """Write one tensor block by block; the checksum of each."""
     sums: list[int] = []
-    for chunk in _chunks(data):
+    step = CHUNK // shard.data.dtype.itemsize
+    for start in range(0, shard.data.numel(), step):
+        part = shard.data[start : start + step]
+        chunk = as_bytes(part)
         for at in range(0, len(chunk), BLOCK):
             block = chunk[at : at + BLOCK]
             sums.append(checksum(block))
             write_fully(fd, block)
+        shard.rest(part)
     return sums
-
-
-def _chunks(data: torch.Tensor) -> Iterator[memoryview]:
-    step = CHUNK // data.dtype.itemsize
-    for start in range(0, data.numel(), step):
-        yield as_bytes(data[start : start + step])
 
 
 def _is_small(shard: Shard) -> bool:

@@ -36,6 +36,9 @@ class Depot(Protocol):
         """`tensor` as a lane of the device can send it: itself, or copied `into` a buffer there. What is submitted
         inside the block comes after the copy; nothing else does."""
 
+    def reserve(self, nbytes: int) -> AbstractContextManager[None]:
+        """Make sure that there is room for `nbytes`, where that can be known, and hold it inside the block."""
+
     def expect(self, tensor: torch.Tensor) -> None:
         """`tensor` will be used soon."""
 
@@ -93,6 +96,10 @@ class DeviceMemory:
         """It is there."""
         return nullcontext(tensor)
 
+    def reserve(self, nbytes: int) -> AbstractContextManager[None]:
+        """Whether there is room is seen when it is taken."""
+        return nullcontext()
+
     def expect(self, tensor: torch.Tensor) -> None:
         """It is there."""
 
@@ -129,6 +136,10 @@ class HostMemory:
         """See `Depot`."""
         with self._side.after_current():
             yield into.copy_(tensor, non_blocking=self._pinned)
+
+    def reserve(self, nbytes: int) -> AbstractContextManager[None]:
+        """Whether there is room is seen when it is taken."""
+        return nullcontext()
 
     def expect(self, tensor: torch.Tensor) -> None:
         """It is there."""

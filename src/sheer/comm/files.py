@@ -8,8 +8,8 @@ import os
 import tempfile
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -34,6 +34,7 @@ class Files:
         self._path, self._key = path, key
         self._maps: dict[int, weakref.ref[ctypes.Array[ctypes.c_ubyte]]] = {}
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="sheer-files")
+        self._coming: dict[int, Future[None]] = {}  # by address
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.mmap.restype = ctypes.c_void_p
         self._libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
@@ -50,21 +51,33 @@ class Files:
         """See `Depot`."""
         return self.zeros(numel, dtype)
 
+    @contextmanager
+    def reserve(self, nbytes: int) -> Iterator[None]:
+        """See `Depot`. Raises ConfigError where there is none."""
+        with self._file(nbytes):
+            yield
+
+    @contextmanager
+    def _file(self, nbytes: int) -> Iterator[int]:
+        """A new file whose blocks are there, open. It stays while it is mapped."""
+        with ExitStack() as stack:
+            try:
+                file = stack.enter_context(tempfile.TemporaryFile(dir=self._path))
+                os.posix_fallocate(file.fileno(), 0, max(nbytes, 1))
+            except OSError as error:
+                raise ConfigError(
+                    f"{self._key}={self._path!r}: a file of {nbytes / 1e6:,.1f} MB cannot be made there "
+                    f"({error.strerror or error}). Name an existing directory that this process may write to, on a "
+                    "local disk with room for what all ranks on this machine keep there"
+                ) from error
+            yield file.fileno()
+
     def _map(self, nbytes: int) -> ctypes.Array[ctypes.c_ubyte]:
         """Memory of a new file. It is unmapped when no tensor refers to it."""
-        try:
-            with tempfile.TemporaryFile(dir=self._path) as file:
-                os.posix_fallocate(file.fileno(), 0, nbytes)
-                protection = mmap.PROT_READ | mmap.PROT_WRITE
-                address = self._libc.mmap(None, nbytes, protection, mmap.MAP_SHARED, file.fileno(), 0)
-                if address == ctypes.c_void_p(-1).value:
-                    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        except OSError as error:
-            raise ConfigError(
-                f"{self._key}={self._path!r}: a file of {nbytes / 1e6:,.1f} MB cannot be made there "
-                f"({error.strerror or error}). Name an existing directory that this process may write to, on a local "
-                "disk with room for the masters and the optimizer's state of all ranks on this machine"
-            ) from error
+        with self._file(nbytes) as fd:
+            address = self._libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+        if address == ctypes.c_void_p(-1).value:
+            raise MemoryError(f"no address space for a file of {nbytes} bytes: {os.strerror(ctypes.get_errno())}")
         memory = (ctypes.c_ubyte * nbytes).from_address(address)
         weakref.finalize(memory, self._libc.munmap, address, nbytes)
         self._maps = {at: ref for at, ref in self._maps.items() if ref() is not None}
@@ -91,12 +104,16 @@ class Files:
         """See `Depot`."""
         memory = self._memory_of(tensor)
         if memory is not None:
-            self._ahead.submit(self._advise, memory, *_pages(tensor), _POPULATE_WRITE)
+            coming = self._ahead.submit(self._advise, memory, *_pages(tensor), _POPULATE_WRITE)
+            self._coming[tensor.data_ptr()] = coming
 
     def rest(self, tensor: torch.Tensor) -> None:
         """See `Depot`. What was written is the file's already."""
         memory = self._memory_of(tensor)
         if memory is not None:
+            coming = self._coming.pop(tensor.data_ptr(), None)
+            if coming is not None and not coming.cancel():
+                coming.result()  # or it would bring in what we let go of
             self._advise(memory, *_pages(tensor), mmap.MADV_DONTNEED)
 
     def _advise(self, _keep: ctypes.Array[ctypes.c_ubyte], address: int, nbytes: int, advice: int) -> None:

@@ -104,10 +104,10 @@ class FlatBucket(ABC):
         if self.has_master:
             self.own.copy_(self.master)
 
-    def rest(self) -> None:
-        """What this rank has at rest will not be used for a while."""
-        self._depots.optim.rest(self.master)
-        self._depots.param.rest(self.own)
+    def rest(self, part: torch.Tensor | None = None) -> None:
+        """What this rank has at rest, or this `part` of it, will not be used for a while."""
+        self._depots.optim.rest(self.master if part is None else part)
+        self._depots.param.rest(self.own if part is None else part)
 
     def release(self, axis: Axis, *, lost: bool = False) -> None:
         """Give every parameter memory of its own again. Collective where parameters are sharded, unless they are
