@@ -27,12 +27,13 @@ class Case(NamedTuple):
     micro: int = 2
     clip: float = 0.0
     extra: dict[str, Any] = {}
+    offload: dict[str, Any] = {}
 
     def config(self, **more: Any) -> dict[str, Any]:
         config = {
             "train_micro_batch_size_per_gpu": self.micro,
             "gradient_accumulation_steps": self.accumulation,
-            "zero_optimization": {"stage": self.stage, "reduce_bucket_size": 600},
+            "zero_optimization": {"stage": self.stage, "reduce_bucket_size": 600, **self.offload},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
             "gradient_clipping": self.clip,
         }

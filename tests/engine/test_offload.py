@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +16,18 @@ import torch
 
 import sheer
 import sheer.testing
+from sheer.errors import ConfigError
+from sheer.optim.lion import Lion
+from sheer.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
 from tests.engine.models import batches, odd
-from tests.engine.oracle import Case, engine_run, values
+from tests.engine.oracle import Case, engine_run, start, values
+from tests.harness.late_work import late_collectives
 
 LOW = {
     "fp32": {},
@@ -19,36 +35,41 @@ LOW = {
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}},
 }
 """fp16 begins with steps that are skipped."""
+Run = tuple[list[Any], dict[str, torch.Tensor]]
+
+
+def here(stage: int, **fields: Any) -> Case:
+    return Case(stage, sheer.testing.world_size(), sheer.testing.rank(), **fields)
+
+
+def offloaded(case: Case, folder: Path, *, optim: str, param: str = "none") -> Case:
+    return case._replace(
+        offload={
+            "offload_optimizer": {"device": optim, "nvme_path": str(folder)},
+            "offload_param": {"device": param, "nvme_path": str(folder)},
+        }
+    )
 
 
 def branching(module: Any, tokens: torch.Tensor, rank: int, number: int) -> torch.Tensor:
     return module(tokens, branch=rank == 0 and number == 0)
 
 
-def trained(case: Case, *, optimizer: Any = None, steps: int = 3) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """Two steps that use all parameters on some rank and leave some out, and what became of the model."""
+def trained(case: Case, *, make: Any = None, between: Callable[[Any, int], None] = lambda engine, step: None) -> Run:
+    """Steps that use all parameters on some rank, or leave some out, and what became of the model."""
     model = odd()
-    given = None if optimizer is None else optimizer(model.parameters())
+    given = None if make is None else make(model.parameters())
     engine = sheer.initialize(model=model, optimizer=given, config=case.config())[0]
-    data = batches(steps, size=case.global_batch)
-    results = engine_run(engine, case, data[:1], call=branching)
-    results += engine_run(engine, case, data[1:])
+    results = []
+    for step, batch in enumerate(batches(3, size=case.global_batch)):
+        between(engine, step)
+        results += engine_run(engine, case, [batch], **({} if step else {"call": branching}))
     state = values(model)
     engine.destroy()
     return results, state
 
 
-def offloaded(case: Case, folder: Path, *, optim: str, param: str = "none") -> Case:
-    zero = {
-        "stage": case.stage,
-        "reduce_bucket_size": 600,
-        "offload_optimizer": {"device": optim, "nvme_path": str(folder)},
-        "offload_param": {"device": param, "nvme_path": str(folder)},
-    }
-    return case._replace(extra={**case.extra, "zero_optimization": zero})
-
-
-def assert_same(mine: tuple[list[Any], dict], theirs: tuple[list[Any], dict]) -> None:
+def assert_same(mine: Run, theirs: Run) -> None:
     assert str(mine[0]) == str(theirs[0])  # a skipped step has no number for a norm
     for fqn, value in theirs[1].items():
         assert torch.equal(mine[1][fqn], value), fqn
@@ -57,14 +78,13 @@ def assert_same(mine: tuple[list[Any], dict], theirs: tuple[list[Any], dict]) ->
 @pytest.mark.world_size(1, 2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_training_is_the_same_to_the_bit(stage: int, tmp_path: Path) -> None:
-    world, rank = sheer.testing.world_size(), sheer.testing.rank()
     for accumulation, clip, precision in [(1, 0.5, "fp32"), (2, 0.0, "bf16"), (2, 0.5, "fp16")]:
-        case = Case(stage, world, rank, accumulation=accumulation, clip=clip, extra=LOW[precision])
+        case = here(stage, accumulation=accumulation, clip=clip, extra=LOW[precision])
         expected = trained(case)
         pairs = [("cpu", "none"), ("nvme", "none")]
         if stage == 3:
             pairs = [("none", "cpu"), ("cpu", "cpu"), ("nvme", "nvme"), ("nvme", "cpu")]
-        if stage == 3 and world == 1:  # gathered by block, which it would not be otherwise: other buckets
+        if stage == 3 and case.world == 1:  # gathered by block, which it would not be otherwise: other buckets
             one = trained(offloaded(case, tmp_path, optim="none", param="nvme"))
             assert_close(one, expected, precision)
             expected = one
@@ -73,6 +93,155 @@ def test_training_is_the_same_to_the_bit(stage: int, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def assert_close(mine: tuple[list[Any], dict], theirs: tuple[list[Any], dict], precision: str) -> None:
+def assert_close(mine: Run, theirs: Run, precision: str) -> None:
     near = 1e-5 if precision == "fp32" else 2**-7
     torch.testing.assert_close(torch.tensor(mine[0]), torch.tensor(theirs[0]), rtol=near, atol=near, equal_nan=True)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "amsgrad": lambda params: torch.optim.Adam(params, lr=1e-2, amsgrad=True, foreach=True),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2),
+    "Lion": lambda params: Lion(params, lr=1e-3),
+    "hooked": lambda params: hooked(params),
+}
+
+
+def hooked(params: Any) -> torch.optim.Optimizer:
+    """It must step once for all, so that all of its state is made at the same time."""
+    optimizer = torch.optim.AdamW(params, lr=1e-2)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    return optimizer
+
+
+@pytest.mark.world_size(2)
+def test_every_optimizer_that_works_on_flat_shards(tmp_path: Path) -> None:
+    for number, make in enumerate(OPTIMIZERS.values()):
+        case = here(1 + number % 3)
+        expected = trained(case, make=make)
+        for optim in ("cpu", "nvme"):
+            assert_same(trained(offloaded(case, tmp_path, optim=optim), make=make), expected)
+
+
+def meddling(engine: Any, step: int) -> None:
+    """What users do between steps: change values in place, replace data, freeze and unfreeze, look and set."""
+    params = dict(engine.module.named_parameters())
+    with sheer.zero.GatheredParameters(engine.module), torch.no_grad():
+        params["gain"].mul_(1.01)
+        params["blocks.0.up.weight"].data.clamp_(-0.1, 0.1)
+        params["blocks.1.up.weight"].data = params["blocks.1.up.weight"].data * 0.5
+    params["blocks.2.up.weight"].requires_grad_(step != 1)
+    moved = params["blocks.0.down.weight"]
+    if step:
+        safe_set_full_fp32_param(moved, safe_get_full_fp32_param(moved) + 1)
+        moment = safe_get_full_optimizer_state(moved, "exp_avg")
+        safe_set_full_optimizer_state(moved, moment * 2, "exp_avg")
+    assert safe_get_full_grad(moved) is None
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_what_users_do_between_steps(stage: int, tmp_path: Path) -> None:
+    case = here(stage, extra=LOW["bf16" if stage == 2 else "fp32"])
+    expected = trained(case, between=meddling)
+    assert_same(trained(offloaded(case, tmp_path, optim="cpu"), between=meddling), expected)
+    param = "nvme" if stage == 3 else "none"
+    assert_same(trained(offloaded(case, tmp_path, optim="nvme", param=param), between=meddling), expected)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_nothing_is_read_before_it_has_arrived(stage: int, tmp_path: Path) -> None:
+    case = here(stage, accumulation=2, extra=LOW["bf16"])
+    away = offloaded(case, tmp_path, optim="cpu", param="cpu" if stage == 3 else "none")
+    expected = trained(case)
+    with late_collectives():
+        mine = trained(away)
+    assert_same(mine, expected)
+
+
+@pytest.mark.world_size(2)
+def test_no_room_is_an_error_before_anything_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = offloaded(here(2), tmp_path / "missing", optim="nvme")
+    model = odd()
+    before = values(model)
+    said = r"zero_optimization\.offload_optimizer\.nvme_path='.*missing': .* cannot be made there \(No such file"
+    with pytest.raises(ConfigError, match=said):
+        start(model, case)
+
+    def full(fd: int, at: int, nbytes: int) -> None:
+        if nbytes > 10_000:  # the masters and two moments together; none of them alone
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if case.rank == 1:
+        monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ConfigError, match=r"nvme_path=.*\(No space left on device\)"):
+        start(model, offloaded(case, tmp_path, optim="nvme"))
+    for fqn, value in values(model).items():
+        assert torch.equal(value, before[fqn])
+
+
+MEASURED = """
+import json, os, sys
+import torch
+import sheer
+
+folder, out = sys.argv[1:]
+model = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(48)])
+config = {
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": True},
+    "zero_optimization": {
+        "stage": 2,
+        "reduce_bucket_size": 2**18,
+        "offload_optimizer": {"device": "nvme", "nvme_path": folder},
+    },
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+}
+engine = sheer.initialize(model=model, config=config)[0]
+
+
+def backward():
+    engine.backward(engine(torch.ones(1, 512, dtype=torch.bfloat16)).square().mean())
+
+
+def status():
+    lines = dict(line.split(":") for line in open("/proc/self/status").read().splitlines())
+    now = sum(int(lines[key].split()[0]) for key in ("RssAnon", "RssFile", "RssShmem"))
+    return now * 1024, int(lines["VmHWM"].split()[0]) * 1024
+
+
+def peak(*works):
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    for work in works:
+        work()
+    return status()[1] - start
+
+
+backward()
+start = status()[0]
+found = {
+    "step": peak(engine.step, backward, engine.step),
+    "save": peak(lambda: engine.save_checkpoint(out)),
+    "beside": peak(lambda: engine.save_checkpoint(out, blocking=False), engine.wait_for_checkpoint),
+    "load": peak(lambda: engine.load_checkpoint(out)),
+    "again": peak(backward, engine.step),
+}
+print(json.dumps({"peak": found, "names": os.listdir(folder)}))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells it in /proc")
+def test_resident_memory_is_bounded(tmp_path: Path) -> None:
+    """144 MB of masters and moments in files; in memory at most what two buckets need, whatever the engine does."""
+    folder = tmp_path / "files"
+    folder.mkdir()
+    # Else glibc keeps freed buffers, as many as it deems right.
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**18), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", MEASURED, str(folder), str(tmp_path / "out")]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    told = json.loads(result.stdout.splitlines()[-1])
+    assert max(told["peak"].values()) < 24 * 2**20, told
+    assert told["names"] == []  # so a kill leaves nothing
