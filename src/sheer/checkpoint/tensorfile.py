@@ -48,6 +48,7 @@ def write_shards(path: Path, shards: Sequence[Shard], *, checksum: Checksum) -> 
     tensors: Tensors = {}
     for shard in filter(_is_small, shards):
         _add(tensors, shard, {"inline": as_bytes(shard.data).hex()})
+        shard.rest(shard.data)
     # Wide elements first, so that every tensor starts at a multiple of its element size.
     large = sorted((s for s in shards if not _is_small(s)), key=lambda s: -s.data.dtype.itemsize)
     if not large:
