@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -38,12 +39,22 @@ class Way(NamedTuple):
     scope: str = ""
     """Of compilation; none where it is empty."""
     bucket: int = 600
+    optim: str = "none"
+    """Where masters and the optimizer's state rest."""
+    param: str = "none"
+    """Where sharded parameters do."""
 
     @property
     def case(self) -> Case:
+        disk = {"nvme_path": tempfile.gettempdir()}
         extra: dict[str, Any] = {
             **PRECISIONS[self.precision],
-            "zero_optimization": {"stage": self.stage, "reduce_bucket_size": self.bucket},
+            "zero_optimization": {
+                "stage": self.stage,
+                "reduce_bucket_size": self.bucket,
+                "offload_optimizer": {"device": self.optim, **disk},
+                "offload_param": {"device": self.param, **disk},
+            },
         }
         if self.scope:
             extra["compile"] = {"enabled": True, "backend": "eager", "scope": self.scope}
@@ -51,18 +62,19 @@ class Way(NamedTuple):
         return Case(self.stage, self.world, sheer.testing.rank(), self.accumulation, micro, extra=extra)
 
 
-# Over both lists: all pairs of worlds, of stages and of precisions, accumulation and scopes of compilation.
+# Over both lists: all pairs of worlds, of stages, of precisions and of places where state rests, accumulation and
+# scopes of compilation.
 SAVERS = [
     Way(1, 0, "fp32"),
     Way(2, 1, "bf16", scope="auto"),
-    Way(3, 2, "fp16", accumulation=2),
-    Way(4, 3, "fp32", accumulation=3),
+    Way(3, 2, "fp16", accumulation=2, optim="cpu"),
+    Way(4, 3, "fp32", accumulation=3, optim="nvme", param="cpu"),
 ]
 LOADERS = [
     Way(4, 0, "bf16"),
-    Way(3, 1, "fp32", bucket=200),
-    Way(2, 2, "fp32", accumulation=3),
-    Way(1, 3, "fp16", accumulation=2),
+    Way(3, 1, "fp32", bucket=200, optim="nvme"),
+    Way(2, 2, "fp32", accumulation=3, optim="cpu"),
+    Way(1, 3, "fp16", accumulation=2, param="nvme"),
     Way(4, 1, "fp16"),
     Way(1, 2, "fp32", scope="module"),
 ]
@@ -71,16 +83,19 @@ LOADERS = [
 def drawn(count: int) -> list[Way]:
     """Others in each run of the tests, the same on all ranks. What fails names them."""
     chance = random.Random(comm.data_axis().broadcast_object(random.SystemRandom().random()))
-    worlds = [chance.randint(1, 4) for _ in range(count)]
+    places = ["none", "cpu", "nvme"]
+    runs = [(chance.randint(1, 4), chance.randint(0, 3)) for _ in range(count)]
     return [
         Way(
             world,
-            chance.randint(0, 3),
+            stage,
             chance.choice(list(PRECISIONS)),
             chance.choice([n for n in (1, 2, 3) if BATCH // world % n == 0]),
             bucket=chance.choice([100, 600, 1 << 20]),
+            optim=chance.choice(places),
+            param=chance.choice(places) if stage == 3 else "none",
         )
-        for world in worlds
+        for world, stage in runs
     ]
 
 
