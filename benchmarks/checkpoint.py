@@ -340,6 +340,19 @@ def reshard(root: Path, megabytes: int, rounds: int) -> dict[str, list[float]]:
     return {tag: times[1:] for tag, times in found.items()}
 
 
+def stall(root: Path, megabytes: int, rounds: int) -> dict[str, list[float]]:
+    """How long a save keeps training from going on: a blocking one, and one beside training, whose end is not counted.
+    The first save beside training makes the memory of its copy, and is apart."""
+    engine = Sheer(megabytes).engine
+    found: dict[str, list[float]] = {"blocking": [], "beside": []}
+    for _ in range(rounds + 1):
+        for name, times in found.items():
+            times.append(timed(lambda: engine.save_checkpoint(root, "t", blocking=name == "blocking")))  # noqa: B023
+            engine.wait_for_checkpoint()
+    first = [found["beside"][0]]
+    return {"blocking": found["blocking"][1:], "beside": found["beside"][1:], "first": first}
+
+
 def peak(root: Path, megabytes: int) -> dict[str, int]:
     """Bytes that a load adds to this process's largest resident size, its destination being in use already."""
     axis = data_axis()
@@ -364,6 +377,7 @@ def child(args: argparse.Namespace) -> None:
     work: dict[str, Callable[[], Any]] = {
         "times": lambda: measure(args.folder, args.megabytes, args.rounds, cold=args.cold),
         "reshard": lambda: reshard(args.folder, args.megabytes, args.rounds),
+        "stall": lambda: stall(args.folder, args.megabytes, args.rounds),
         "peak": lambda: peak(args.folder, args.megabytes),
     }
     found = work[args.child]()
@@ -444,11 +458,16 @@ def rows(args: argparse.Namespace) -> list[str]:
     again = elsewhere("reshard", args, ranks=2)
     ratios = [four / two for two, four in zip(again["by2"], again["by4"], strict=True)]
     memory = elsewhere("peak", args, ranks=1)
+    held = elsewhere("stall", args, ranks=args.ranks[-1])
+    stalls = [beside / blocking for blocking, beside in zip(held["blocking"], held["beside"], strict=True)]
+    first = held["first"][0] / statistics.median(held["blocking"])
     return [
         *lines,
         "",
         f"Two ranks load what four saved / what two saved, time, spread: {spread(ratios)}",
         f"A load of {memory['shard'] / 1e6:.0f} MB into memory in use added at most {memory['added'] / 1e6:.1f} MB",
+        f"A save beside training ({args.ranks[-1]} ranks) holds it up for this share of a blocking one, spread: "
+        f"{spread(stalls)}; the first one {first:.2f}",
     ]
 
 
@@ -457,7 +476,7 @@ def run(*, quick: bool, rounds: int | None = None) -> Result:
     words = ["--megabytes", "200", "--ranks", "1"] if quick else []
     words += ["--rounds", str(rounds or (1 if quick else 5))]
     lines = rows(_arguments(words))
-    return Result(lines if quick else [*lines, *rows(_arguments([*words, "--cold", "--ranks", "1"]))[:-3]], None)
+    return Result(lines if quick else [*lines, *rows(_arguments([*words, "--cold", "--ranks", "1"]))[:-4]], None)
 
 
 def _arguments(words: Sequence[str] | None = None) -> argparse.Namespace:

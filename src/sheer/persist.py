@@ -325,8 +325,9 @@ def _load_tensors(parts: SavedParts, opened: Opened, wish: Wish, *, module: bool
         incoming = checkpoint.together(
             runtime.mesh.world,
             f"loading checkpoint {index.directory}",
-            lambda: flat.blank(saved, forms, rank=runtime.axis.rank, world=runtime.axis.size),
+            lambda: flat.blank(saved, forms, rank=runtime.axis.rank, world=runtime.axis.size, reuse=True),
         )
+        wanted += optimizer_shards(flat, incoming.in_use)
         fresh = optimizer_shards(flat, incoming.pieces)
         kinds |= {kind for kind in index.kinds if kind.startswith(OPTIM)}
     left_out = set(index.facts.get("left_out", ()))

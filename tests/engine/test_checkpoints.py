@@ -212,6 +212,27 @@ def test_a_load_stages_nothing(stage: int, tmp_path: Path, monkeypatch) -> None:
 
 
 @everywhere
+@stages
+def test_moments_that_are_there_are_read_into_their_own_memory(stage: int, tmp_path: Path) -> None:
+    case = here(stage)
+    engine = start(Dropping(), case)
+    data = batches(2, size=case.global_batch)
+    engine_run(engine, case, data)
+    engine.save_checkpoint(tmp_path)
+    saved = snapshot(engine)
+    engine_run(engine, case, data)
+
+    def places() -> set[int]:
+        state = engine.flat_optimizer().base.state.values()
+        return {value.data_ptr() for one in state for key, value in one.items() if key != "step"}
+
+    before = places()
+    engine.load_checkpoint(tmp_path)
+    assert places() == before
+    assert_same(snapshot(engine), saved)
+
+
+@everywhere
 def test_an_engine_torn_by_a_load_does_nothing_but_load_again(tmp_path: Path, monkeypatch) -> None:
     case = here(1)
     engine = build(1, case)

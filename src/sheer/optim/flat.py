@@ -392,11 +392,13 @@ class FlatOptimizer:
         *,
         rank: int,
         world: int,
+        reuse: bool = False,
     ) -> _Incoming:
         """Room for the state that was saved of this rank's elements: `saved` by name and key.
 
         Parameters that do not train here are parked, whole, on one rank each. Fill the `pieces` of what is returned,
-        then hand it to `adopt`.
+        then hand it to `adopt`. With `reuse` the state that there is gives its memory where it fits; fill `in_use` too
+        then, once nothing can fail any more.
         """
         strange = sorted(key for key, form in forms.items() if form == StateForm.WHOLE)
         if strange and not self.whole_tensors:
@@ -406,7 +408,7 @@ class FlatOptimizer:
             )
         trained = {slot.fqn for master in self.masters for slot in master.bucket.slots}
         idle = [fqn for fqn in sorted(saved) if fqn not in trained]
-        return _Incoming(self, saved, forms, parked=idle[rank::world])
+        return _Incoming(self, saved, forms, parked=idle[rank::world], reuse=reuse)
 
     def adopt(self, incoming: _Incoming) -> None:
         """Make `incoming` the optimizer's state; parameters it does not mention start afresh."""
@@ -440,20 +442,26 @@ class _Incoming:
         forms: Mapping[str, str],
         *,
         parked: Sequence[str],
+        reuse: bool,
     ) -> None:
         self._optimizer = optimizer
         self._saved = saved
         self.forms = forms
+        self._there = dict(self._state_there()) if reuse else {}
         self.elements: dict[tuple[int, str], torch.Tensor] = {}
         """By master and key: as many elements as the master has."""
         self._others: dict[tuple[str, str], torch.Tensor] = {}
         self.pieces: list[StatePiece] = []
+        """In memory of their own."""
+        self.in_use: list[StatePiece] = []
+        """In memory of the state that there is: filling them changes it at once."""
         for index, master in enumerate(optimizer.masters):
             for piece in master.bucket.pieces(master.owned):
                 for key, state in saved.get(piece.fqn, {}).items():
                     self._want(index, master, piece, key, state)
         for index, key in self.elements:
-            self._zero_between(index, key)
+            if (index, key) not in self._there:
+                self._zero_between(index, key)
         self.parked = [
             StatePiece(key, fqn, state.shape, 0, torch.zeros(prod(state.shape), dtype=state.dtype))
             for fqn in parked
@@ -463,15 +471,32 @@ class _Incoming:
 
     def _want(self, index: int, master: Master, piece: Any, key: str, state: SavedState) -> None:
         if self.forms.get(key) == StateForm.ELEMENT:
+            there = self._there.get((index, key))
             if (index, key) not in self.elements:
-                self.elements[index, key] = self._optimizer.depot.empty(master.owned.numel, state.dtype)
+                fresh = self._optimizer.depot.empty(master.owned.numel, state.dtype) if there is None else there
+                self.elements[index, key] = fresh
             at = piece.offset - master.owned.start
             data = self.elements[index, key][at : at + piece.stop - piece.start]
-            self.pieces.append(StatePiece(key, piece.fqn, piece.shape, piece.start, data))
+            pieces = self.pieces if there is None else self.in_use
+            pieces.append(StatePiece(key, piece.fqn, piece.shape, piece.start, data))
         else:
             data = torch.zeros(state.shape, dtype=state.dtype)
             self._others[piece.fqn, key] = data
             self.pieces.append(StatePiece(key, piece.fqn, state.shape, 0, data.view(-1)))
+
+    def _state_there(self) -> Iterator[tuple[tuple[int, str], torch.Tensor]]:
+        """By master and key the state that there is, where it is what is to come but for its values."""
+        optimizer = self._optimizer
+        for index, master in enumerate(optimizer.masters):
+            runs = [run for run in optimizer.runs if run.master == index]
+            if len(runs) != 1 or optimizer.whole_tensors:
+                continue
+            saved = [self._saved.get(piece.fqn, {}) for piece in master.bucket.pieces(master.owned)]
+            for key, value in optimizer.base.state.get(runs[0].tensor, {}).items():
+                if form_of(value, runs[0].tensor) != StateForm.ELEMENT or not value.is_contiguous():
+                    continue
+                if self.forms.get(key) == StateForm.ELEMENT and all(value.dtype == _dtype(s.get(key)) for s in saved):
+                    yield (index, key), value.view(-1)
 
     def _zero_between(self, index: int, key: str) -> None:
         """Gaps, padding and what has no such state; the rest is about to be filled, so it is not touched twice."""
@@ -528,3 +553,7 @@ class _Incoming:
                 value = self._others[first.fqn, key].clone()
                 state[key] = value.to(master.tensor.device) if on_device or form == StateForm.WHOLE else value
         return run, state
+
+
+def _dtype(state: SavedState | None) -> torch.dtype | None:
+    return None if state is None else state.dtype
