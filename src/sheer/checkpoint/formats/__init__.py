@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from sheer.checkpoint.formats import deepspeed, hugging_face, safetensors_file, torch_file
+from sheer.checkpoint.formats import dcp, deepspeed, hugging_face, safetensors_file, torch_file
 from sheer.checkpoint.formats.foreign import Foreign, Format
 from sheer.checkpoint.formats.weights import Weights
 
@@ -19,6 +19,7 @@ __all__ = ["Foreign", "Format", "Found", "Weights", "find_foreign"]
 
 _READ: dict[str, Format] = {
     "DeepSpeed": deepspeed,
+    "DCP": dcp,
     "Hugging Face": hugging_face,
     "safetensors": safetensors_file,
     "torch.save": torch_file,

@@ -6,6 +6,7 @@ and does nothing; no foreign module is imported. Everything else is refused by n
 
 from __future__ import annotations
 
+import io
 import pickle
 import zipfile
 from collections.abc import Sequence
@@ -31,15 +32,25 @@ class Inert:
     def __init__(self, *args: Any) -> None:
         pass
 
+    def __setstate__(self, state: Any) -> None:
+        """Keep the fields; what is not a dict of them as `state`."""
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
 
-def read_pickle(path: Path, *, inert: Sequence[str] = ()) -> Any:
+
+def read_pickle(
+    path: Path, *, inert: Sequence[str] = (), within: io.RawIOBase | None = None, device: str | None = None
+) -> Any:
     """What `torch.save` wrote to `path`, its tensors on the host, and mapped where the file is a zip archive.
 
-    `inert`: full names of classes to take as data. Raises CheckpointError for a file that is damaged or would do more.
+    `inert`: full names of classes to take as data. `within`: the archive itself where it is a part of the file. On the
+    `device` "meta", tensors are described and not read. Raises CheckpointError for a file that is damaged or would do
+    more than hold data.
     """
     try:
+        source: Any = within or path
+        mapped = within is None and zipfile.is_zipfile(path)
         with torch.serialization.safe_globals([(Inert, name) for name in inert]):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            return torch.load(source, map_location=device or "cpu", weights_only=True, mmap=mapped)
     except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
         lines = str(error).splitlines() or [type(error).__name__]
         reason = next((line for line in lines if "Unsupported" in line), lines[0]).strip()

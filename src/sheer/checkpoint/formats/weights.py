@@ -8,17 +8,21 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from sheer.checkpoint.folder import explained, sync_directory
 from sheer.checkpoint.index import Index
+from sheer.checkpoint.loading import read_state
 from sheer.checkpoint.reader import Reader, Request, host_empty
 from sheer.checkpoint.shard import Key, as_bytes
 from sheer.checkpoint.tensorfile import CHUNK
 from sheer.errors import CheckpointError
+
+_OPTIM = "optim."
 
 
 class Weight(NamedTuple):
@@ -49,6 +53,35 @@ class Weights:
                 converts = dtype is not None and entry.torch_dtype.is_floating_point
                 written = dtype if converts and dtype is not None else entry.torch_dtype
                 self.listed[key.name] = Weight(key, entry.shape, written)
+
+        self.moments: dict[str, dict[str, Key]] = {}
+        """Parameter -> optimizer state -> its key."""
+        for key, _ in index.entries():
+            if key.kind.startswith(_OPTIM):
+                self.moments.setdefault(key.name, {})[key.kind.removeprefix(_OPTIM)] = key
+        self._index = index
+
+    @cached_property
+    def state(self) -> dict[str, Any]:
+        """What `save` was given as `state`."""
+        return read_state(self._index)
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups: settings, and under "params" the names."""
+        members: dict[str, int] = self._index.facts.get("groups", {})
+        return [
+            {**settings, "params": [name for name, group in members.items() if group == number]}
+            for number, settings in enumerate(self.state.get("groups", ()))
+        ]
+
+    def moment(self, name: str, state: str) -> torch.Tensor:
+        """One optimizer state of the parameter `name`, whole, as it is stored."""
+        key = self.moments[name][state]
+        entry = self._index.entry(key)
+        assert entry is not None, "moments are listed from the index"
+        flat = host_empty(entry.numel, entry.torch_dtype)
+        self._reader.fill([Request(key, 0, flat)])
+        return flat.view(entry.shape)
 
     def chunks(self, name: str) -> Iterator[memoryview]:
         """The tensor's bytes, a few MiB at a time."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sheer.checkpoint.formats import Foreign
 
-_READS = "a DeepSpeed checkpoint, a Hugging Face folder, a .safetensors or a .pt file"
+_READS = "a DeepSpeed or DCP checkpoint, a Hugging Face folder, a .safetensors or a .pt file"
 
 
 def register(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
