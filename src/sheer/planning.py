@@ -244,7 +244,8 @@ def _make_runtime(
 ) -> ZeroRuntime:
     wire = config.communication_data_type
     prescale = 1.0 / config.gradient_predivide_factor if config.prescale_gradients else 1.0
-    wiring = Wiring(None if wire is None else DTYPES[wire], prescale)
+    ahead = config.zero_optimization.stage3_prefetch_bucket_size > 0
+    wiring = Wiring(None if wire is None else DTYPES[wire], prescale, ahead)
     return ZeroRuntime(
         layout, params, mesh=mesh, device=device, wiring=wiring, depots=depots, units=units, source=source
     )

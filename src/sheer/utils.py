@@ -1,4 +1,9 @@
-"""Reading and writing one parameter's full state while it is sharded, by DeepSpeed's names. All are collective."""
+"""Reading and writing one parameter's state while it is sharded, by DeepSpeed's names. All are collective, but for what
+says otherwise.
+
+`local` is the part of a parameter that this rank updates, whatever the stage: one interval of it, flattened (all of it
+at stage 0; it may be empty).
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,13 @@ import torch
 
 from sheer import restate
 from sheer.errors import UsageError, did_you_mean
+from sheer.layout import Interval, overlap
 from sheer.optim.forms import StateForm
 from sheer.zero import assemble, runtime_of
 
 if TYPE_CHECKING:
     from sheer.engine import Engine
+    from sheer.optim.flat import StatePiece
     from sheer.zero.grads import BucketGrad
 
 
@@ -98,6 +105,74 @@ def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor
             piece.data.copy_(flat[piece.start : piece.start + piece.data.numel()])
 
 
+# --- the part of one rank ---------------------------------------------------------------------------------------------
+
+
+def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
+    """This rank's part of the parameter's fp32 value, flat, a copy. None if no engine trains it. Not collective."""
+    found = _find(param)
+    if found is None:
+        return None
+    _, grad, index = found
+    grad.flat.adopt()
+    grad.flat.notice_writes()
+    grad.flat.absorb()
+    return _part(grad, index, grad.flat.master).float().clone()
+
+
+def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Overwrite this rank's part of the parameter and its master; every rank gives its own."""
+    engine, grad, index = _required(param)
+    grad.flat.adopt()
+    grad.flat.notice_writes()
+    grad.flat.absorb()
+    _write_part(grad, index, grad.flat.master, value)
+    safe_set_full_fp32_param(param, _full(engine, grad, index, grad.flat.master))
+
+
+def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
+    """This rank's part of `safe_get_full_grad`, flat, a copy."""
+    found = _find(param)
+    if found is None:
+        return None
+    engine, grad, index = found
+    if not engine.reduce_now():
+        return None
+    if not grad.used[index] and not _used_anywhere(engine, grad, index):
+        return None
+    return _part(grad, index, grad.owned()).float() / engine.loss_scale()
+
+
+def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Overwrite this rank's part of the mean gradient that the coming step will use; every rank gives its own."""
+    engine, grad, index = _required(param)
+    engine.reduce_now(to_write=True)
+    grad.used[index] = 1
+    _write_part(grad, index, grad.owned(), value * engine.loss_scale())
+
+
+def safe_get_local_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """This rank's part of one optimizer state, flat, a copy; a state that is not per element is on the rank that has
+    the parameter's first one. None where this rank has none. Not collective."""
+    found = _find(param)
+    if found is None:
+        return None
+    engine, grad, index = found
+    parts = [piece.data.reshape(-1) for piece in _local_states(engine, grad, index, optim_state_key)]
+    return torch.cat(parts) if parts else None
+
+
+def safe_set_local_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Overwrite this rank's part of one optimizer state; nothing where it has none. Not collective."""
+    engine, grad, index = _required(param)
+    pieces = _local_states(engine, grad, index, optim_state_key)
+    fqn, flat, at = grad.flat.plan.slots[index].fqn, value.detach().reshape(-1), 0
+    _check_part(fqn, sum(piece.data.numel() for piece in pieces), flat)
+    for piece in pieces:
+        piece.data.view(-1).copy_(flat[at : at + piece.data.numel()])
+        at += piece.data.numel()
+
+
 # --- finding and moving -----------------------------------------------------------------------------------------------
 
 
@@ -137,6 +212,29 @@ def _write(grad: BucketGrad, index: int, owned: torch.Tensor, value: torch.Tenso
     for piece in grad.flat.plan.pieces(mine):
         if piece.fqn == slot.fqn:
             owned[piece.offset - mine.start :][: piece.stop - piece.start].copy_(flat[piece.start : piece.stop])
+
+
+def _part(grad: BucketGrad, index: int, owned: torch.Tensor) -> torch.Tensor:
+    """What of parameter `index` is in `owned`, this rank's part of something that goes with its bucket; a view."""
+    slot, mine = grad.flat.plan.slots[index], grad.flat.owned
+    part = overlap(Interval(slot.start, slot.stop), mine)
+    return owned[:0] if part is None else owned[part.start - mine.start : part.stop - mine.start]
+
+
+def _write_part(grad: BucketGrad, index: int, owned: torch.Tensor, value: torch.Tensor) -> None:
+    part, flat = _part(grad, index, owned), value.detach().reshape(-1)
+    _check_part(grad.flat.plan.slots[index].fqn, part.numel(), flat)
+    part.copy_(flat)
+
+
+def _local_states(engine: Engine, grad: BucketGrad, index: int, key: str) -> list[StatePiece]:
+    fqn, optimizer = grad.flat.plan.slots[index].fqn, engine.flat_optimizer()
+    return [piece for piece in optimizer.export() if piece.fqn == fqn and piece.key == key]
+
+
+def _check_part(fqn: str, numel: int, flat: torch.Tensor) -> None:
+    if flat.numel() != numel:
+        raise UsageError(f"this rank has {numel} elements of {fqn!r}, the value given has {flat.numel()}")
 
 
 def _check_shape(fqn: str, shape: tuple[int, ...], value: torch.Tensor) -> None:

@@ -18,6 +18,7 @@ from tests.engine.models import Block, batches, odd
 from tests.engine.oracle import Case, adamw, assert_same_model, engine_run, plain_run, start, values
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
+BLOCK = re.compile(r"blocks\.[0-9]")
 
 
 def here(**fields: Any) -> Case:
@@ -123,6 +124,19 @@ def test_few_parameters_are_whole_at_a_time(run: Any) -> None:
         engine_run(engine, here(), batches(1, size=4, seed=step))
         assert vault.live == 0
         assert vault.peak <= outside + 2 * max(size.values())
+
+
+@pytest.mark.world_size(2)
+def test_a_block_is_gathered_when_it_is_called_where_nothing_is_prefetched() -> None:
+    model = Deep(in_order)
+    engine = start(model, here(extra={"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 0}}))
+    engine_run(engine, here(), batches(1, size=4))
+    engine.traffic.log = log = []
+    seen: list[set[str]] = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda *_: seen.append({found for e in log for found in BLOCK.findall(e.what)}))
+    engine_run(engine, here(), batches(1, size=4))
+    assert seen == [{f"blocks.{number}" for number in range(count)} for count in range(1, 7)]
 
 
 @pytest.mark.world_size(2)

@@ -12,9 +12,15 @@ from sheer.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_grad,
     safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
 )
 from tests.engine.models import batches, odd
 from tests.engine.oracle import Case, adamw, engine_run, plain_run, plainly, start, values
@@ -175,3 +181,37 @@ def test_unmanaged_tensors() -> None:
     engine = start(model, Case())
     engine.destroy()
     assert safe_get_full_fp32_param(model.embed.weight) is None
+
+
+@everywhere
+@stages
+def test_the_parts_of_all_ranks_are_the_whole(stage: int) -> None:
+    case = here(stage, "bf16")
+    model = odd()
+    engine = start(model, case)
+    data = batches(3, size=case.global_batch)
+
+    def together(part: torch.Tensor | None) -> torch.Tensor:
+        parts = engine.axis.gather_objects(part)
+        return parts[0] if stage == 0 else torch.cat([one for one in parts if one is not None])
+
+    engine_run(engine, case, data[:1])
+    engine.backward(engine(case.micro_batches(data[1])[0][case.rank]))
+    for param in (model.blocks[1].up.weight, model.embed.weight, model.gain):
+        for full, local in (
+            (safe_get_full_fp32_param(param), safe_get_local_fp32_param(param)),
+            (safe_get_full_grad(param), safe_get_local_grad(param)),
+            (safe_get_full_optimizer_state(param, "exp_avg"), safe_get_local_optimizer_state(param, "exp_avg")),
+        ):
+            assert torch.equal(together(local), full.flatten())
+        safe_set_local_fp32_param(param, safe_get_local_fp32_param(param) + 0.125)
+        safe_set_local_grad(param, safe_get_local_grad(param) * 2)
+        moment = safe_get_local_optimizer_state(param, "exp_avg")
+        if moment is not None:
+            safe_set_local_optimizer_state(param, moment * 3, "exp_avg")
+        assert torch.equal(together(safe_get_local_fp32_param(param)), safe_get_full_fp32_param(param).flatten())
+        assert torch.equal(values(model)["gain"], safe_get_full_fp32_param(model.gain).bfloat16())
+    with pytest.raises(UsageError, match=r"this rank has [0-9]+ elements of 'blocks\.1\.up\.weight'"):
+        safe_set_local_fp32_param(model.blocks[1].up.weight, torch.zeros(1000))
+    engine.step()
+    assert safe_get_local_fp32_param(nn.Parameter(torch.zeros(2))) is None

@@ -133,6 +133,7 @@ _ZERO = {
     "parameter_alignment": _tunes(Anything(), "Every parameter is aligned in its bucket."),
     "ignore_unused_parameters": _tunes(_FLAG, "Parameters without a gradient always work."),
     "legacy_stage1": _absent(_FLAG, "old implementation of stage 1", off=(False,)),
+    "prefetch_bucket_size": _tunes(_COUNT, "Only `zero_optimization.stage3_prefetch_bucket_size` is read."),
     "sub_group_size": _tunes(_COUNT, "Each bucket is updated by one call, whatever its size."),
     "enable_sanity_checks": _tunes(_FLAG, "Sheer's checks are always on."),
     "memory_efficient_linear": _tunes(_FLAG, _STAGE3),
@@ -177,7 +178,6 @@ _STAGE3_WHY = {
 
 # DeepSpeed accepts each of these with and without the prefix "stage3_".
 _STAGE3_KINDS = {
-    "prefetch_bucket_size": _COUNT,
     "param_persistence_threshold": _COUNT,
     "model_persistence_threshold": _COUNT,
     "max_live_parameters": _COUNT,
@@ -329,7 +329,7 @@ AUTO = frozenset(
         "zero_optimization.offload_param.device",
         "zero_optimization.offload_param.nvme_path",
     }
-    | {f"zero_optimization.stage3_{name}" for name in _STAGE3_KINDS}
+    | {f"zero_optimization.stage3_{name}" for name in ("prefetch_bucket_size", *_STAGE3_KINDS)}
 )
 """Where DeepSpeed and its integrations (transformers, accelerate) write "auto"; a star stands for one name."""
 

@@ -141,6 +141,9 @@ class ZeroOptimization(Section):
     """At stage 3, what is gathered at once: modules of these class names, or whose names match these globs, one
     inside another too. null: the model's repeated blocks. What is in none of them stays from its first use to the
     update."""
+    stage3_prefetch_bucket_size: Annotated[int, Whole(minimum=0, exponent=True)] = 50_000_000
+    """At stage 3, 0: a block is gathered when it is called. Otherwise, whatever the number, while the one before it
+    runs."""
     offload_optimizer: OffloadOptimizer = OffloadOptimizer()
     offload_param: OffloadParam = OffloadParam()
 

@@ -105,6 +105,7 @@ class Gathering:
         order: Sequence[str],
         *,
         chunks: Sequence[Sequence[str]],
+        ahead: bool,
         axis: Axis,
         lane: Lane,
         vault: Vault,
@@ -113,6 +114,7 @@ class Gathering:
         self.before: Callable[[Callable[[str], bool]], None] = _nothing
         """Called at every position of the backward's plan, before its gather, with a function that says which units the
         plan is through with: then is the time to reduce their gradients."""
+        self._ahead = ahead
         self._axis = axis
         self._lane = lane
         self._units = {name: Unit(name, tuple(f for f in flats if f.plan.key.unit == name)) for name in order}
@@ -204,7 +206,7 @@ class Gathering:
         unit.tickets, unit.presence = [], Presence.AWAY
 
     def _prefetch(self, walk: Walk, position: int) -> None:
-        if position < len(walk.order):
+        if self._ahead and position < len(walk.order):
             self._submit(self._units[walk.order[position]])
 
     # --- which pass -------------------------------------------------------------------------------------------------

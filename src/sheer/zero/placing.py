@@ -54,6 +54,7 @@ def place(
     axis: Axis,
     device: torch.device,
     depots: Depots,
+    ahead: bool,
 ) -> Placed:
     """Move `params` into the buckets of `layout`. Collective on `axis`: every rank gets rank 0's values, or those that
     `source` gives where parameters are sharded; what `Init` has built comes from its shards."""
@@ -67,7 +68,10 @@ def place(
             for bucket, own in buckets
         )
         return Placed(
-            axis, replicated, Gathering((), (), chunks=(), axis=axis, lane=lane, vault=vault), _homes(replicated)
+            axis,
+            replicated,
+            Gathering((), (), chunks=(), ahead=False, axis=axis, lane=lane, vault=vault),
+            _homes(replicated),
         )
 
     def of_rank_0(slot: Slot, param: torch.nn.Parameter) -> torch.Tensor:
@@ -94,7 +98,7 @@ def place(
         )
         for bucket, own in buckets
     )
-    gathering = Gathering(sharded, units.order, chunks=units.chunks, axis=axis, lane=lane, vault=vault)
+    gathering = Gathering(sharded, units.order, chunks=units.chunks, ahead=ahead, axis=axis, lane=lane, vault=vault)
     return Placed(axis, sharded, gathering, _homes(sharded))
 
 
@@ -138,7 +142,7 @@ def shard_alone(param: torch.nn.Parameter, name: str, site: Site) -> Placed:
         vault=site.vault,
         depots=Depots(memory, memory, memory),
     )
-    gathering = Gathering((flat,), (ROOT,), chunks=(), axis=axis, lane=site.lane, vault=site.vault)
+    gathering = Gathering((flat,), (ROOT,), chunks=(), ahead=False, axis=axis, lane=site.lane, vault=site.vault)
     return Placed(axis, (flat,), gathering, _homes([flat]))
 
 

@@ -37,11 +37,13 @@ _GRADS: Mapping[Placement, type[ResidentGrad | ShardedGrad]] = {
 
 
 class Wiring(NamedTuple):
-    """What the gradients' journey is configured with."""
+    """What the journeys between ranks are configured with."""
 
     dtype: torch.dtype | None
     """Wire dtype; None is each bucket's compute dtype."""
     prescale: float
+    ahead: bool
+    """Whether a unit is gathered while the one before it runs."""
 
 
 class ZeroRuntime:
@@ -78,7 +80,15 @@ class ZeroRuntime:
         """Whether a backward that the engine did not run has brought gradients; the engine takes this back."""
         self.depots = depots
         self.placed = place(
-            layout, params, units=units, source=source, lane=self.lane, axis=axis, device=device, depots=depots
+            layout,
+            params,
+            units=units,
+            source=source,
+            lane=self.lane,
+            axis=axis,
+            device=device,
+            depots=depots,
+            ahead=wiring.ahead,
         )
         self.flats = self.placed.flats
         self.gathering = self.placed.gathering
