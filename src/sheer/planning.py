@@ -335,16 +335,10 @@ def rebuild(
     forms = {} if optimizer is None else merged_forms(optimizer, axis)
     old.runtime.remove_hooks()
     old.runtime.gathering.close()
-    runtime = _make_runtime(
-        layout,
-        params,
-        config=config,
-        mesh=mesh,
-        device=device,
-        units=units,
-        depots=depots,
-        source=old.runtime.placed.whole_value,
-    )
+    with old.runtime.whole_values() as source:
+        runtime = _make_runtime(
+            layout, params, config=config, mesh=mesh, device=device, units=units, depots=depots, source=source
+        )
     if optimizer is None:
         return Plan(layout, runtime, None, census)
     renewed = _make_optimizer(optimizer.base, runtime, depots, given=optimizer.given)

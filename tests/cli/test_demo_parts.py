@@ -35,7 +35,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--steps", "many"], "--steps: 'many' is not a whole number"),
         (["--lr", "nan"], "--lr: nan is not a finite number above 0"),
         (["--lr", "-1"], "--lr: -1 is not a finite number above 0"),
-        (["--stage", "3"], "--stage: 3 is not there yet; choose 0, 1 or 2"),
+        (["--stage", "4"], "--stage: 4 is no stage; choose 0, 1, 2 or 3"),
         (["--precision", "fp8"], "--precision: invalid choice: 'fp8'"),
         (["--width", "10", "--heads", "4"], "--width 10 is not a multiple of --heads 4"),
         (["--batch", "3", "--processes", "2"], "is not a multiple of --processes 2"),

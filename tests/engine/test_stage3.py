@@ -345,3 +345,50 @@ def test_after_an_exception_in_a_forward_the_next_step_is_right() -> None:
     expected = plain_run(reference, case, data, optimizer=adamw(reference))
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(expected), **TOLERANCE)
     assert engine._runtime.gathering.vault.live == 0
+
+
+class Adapted(nn.Module):
+    """A linear layer that is frozen, and a low-rank change of it that trains."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapted() -> Deep:
+    model = Deep(in_order, blocks=3).requires_grad_(False)
+    for block in model.blocks:
+        block.up, block.down = Adapted(block.up), Adapted(block.down)
+    return model
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("extra", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+def test_adapters_train_beside_what_is_frozen_and_is_unfrozen_later(extra: dict[str, Any]) -> None:
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}
+    case = here(accumulation=2, clip=0.5, extra=sgd | extra)
+    model, reference = adapted(), adapted()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    data = batches(4, size=case.global_batch)
+    engine = start(model, case)
+    ours = engine_run(engine, case, data[:2])
+    expected = plain_run(reference, case, data[:2], optimizer=optimizer)
+    engine.traffic.log, buckets = [], len(engine.layout.buckets)
+    log = engine.traffic.log
+    for module in (model, reference):
+        module.blocks.requires_grad_(True)
+    with torch.enable_grad():
+        engine._before_forward()
+    gathers = [entry.what for entry in log if entry.op == "all_gather"]
+    assert len(gathers) == len(set(gathers)) == buckets  # each once, not one message for each parameter
+    ours += engine_run(engine, case, data[2:])
+    expected += plain_run(reference, case, data[2:], optimizer=optimizer)
+    close = TOLERANCE if not extra else {"rtol": 0.02, "atol": 0.02}
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(expected), **close)
+    if not extra:
+        assert_same_model(model, reference, **TOLERANCE)

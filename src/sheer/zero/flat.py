@@ -266,6 +266,10 @@ class ShardedFlat(FlatBucket):
         """See `FlatBucket`. Follow it by `show` when the ticket has been waited for."""
         assert not self._whole
         self.adopt()
+        return self.refill(lane)
+
+    def refill(self, lane: Lane) -> Ticket:
+        """`gather` for `full` alone, whatever its parameters stand on by now."""
         self._vault.fill(self.full)
         part = self.full[self.owned.start : self.owned.stop]
         with self._depots.param.brought(self.own, into=part) as shard:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from sheer.comm import Axis, Depots, DeviceMemory, Lane, Vault
+from sheer.comm import Axis, Depots, DeviceMemory, Lane, Ticket, Vault
 from sheer.layout import ALIGNMENT, STAGES, Bucket, BucketKey, Layout, Slot, align
 from sheer.zero.flat import FlatBucket, ReplicatedFlat, ShardedFlat, Source
 from sheer.zero.gathering import Gathering
@@ -42,6 +42,35 @@ class Placed(NamedTuple):
         home = self.home(param)
         assert home is not None, slot.fqn
         return home.flat.whole_value(home.position, self.axis).reshape(-1)
+
+
+class Wholes:
+    """Whole values out of sharded buckets, those of one unit at a time. A `Source`; collective."""
+
+    def __init__(self, placed: Placed, lane: Lane) -> None:
+        self._placed = placed
+        self._lane = lane
+        self._here: dict[ShardedFlat, Ticket] = {}
+
+    def __call__(self, slot: Slot, param: torch.nn.Parameter) -> torch.Tensor:
+        """The value of `param`, flat; a view that the next call may free."""
+        home = self._placed.home(param)
+        assert home is not None, slot.fqn
+        assert isinstance(home.flat, ShardedFlat)
+        flat = home.flat
+        if flat not in self._here:
+            if any(other.plan.key.unit != flat.plan.key.unit for other in self._here):
+                self.close()
+            self._here[flat] = flat.refill(self._lane)
+            self._here[flat].wait()
+        place = flat.plan.slots[home.position]
+        return flat.full[place.start : place.stop]
+
+    def close(self) -> None:
+        """Free what is whole."""
+        for flat, ticket in self._here.items():
+            flat.hide(ticket)
+        self._here = {}
 
 
 def place(

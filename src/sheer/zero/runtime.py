@@ -23,7 +23,7 @@ from sheer.zero.flat import FlatBucket, Source
 from sheer.zero.gates import ModelGate, UnitGate
 from sheer.zero.grads import BucketGrad, GradState, ResidentGrad, ShardedGrad, Wire
 from sheer.zero.marks import Mark, hooks_of, mark
-from sheer.zero.placing import Placed, place
+from sheer.zero.placing import Placed, Wholes, place
 from sheer.zero.ties import TiedGrads
 from sheer.zero.units import NO_UNITS, ROOT, Units
 
@@ -407,6 +407,15 @@ class ZeroRuntime:
         for ticket in self._gathering:
             ticket.wait()
         self._gathering = []
+
+    @contextmanager
+    def whole_values(self) -> Iterator[Source]:
+        """What parameters are, for another runtime that takes them over."""
+        wholes = Wholes(self.placed, self.lane)
+        try:
+            yield wholes
+        finally:
+            wholes.close()
 
     def remove_hooks(self) -> None:
         """Stop listening to parameters."""

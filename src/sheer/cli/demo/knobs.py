@@ -121,7 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lr", type=positive, default=Knobs.lr, metavar="X", help=f"peak learning rate (default {Knobs.lr})"
     )
     parser.add_argument(
-        "--stage", type=_stage, default=Knobs.stage, metavar="{0,1,2}", help=f"ZeRO stage (default {Knobs.stage})"
+        "--stage", type=_stage, default=Knobs.stage, metavar="{0,1,2,3}", help=f"ZeRO stage (default {Knobs.stage})"
     )
     parser.add_argument(
         "--precision", choices=PRECISIONS, default=Knobs.precision, help=f"of the model (default {Knobs.precision})"
@@ -175,6 +175,6 @@ def positive(text: str) -> float:
 
 def _stage(text: str) -> int:
     value = at_least(0)(text)
-    if value > 2:
-        raise argparse.ArgumentTypeError(f"{value} is not there yet; choose 0, 1 or 2")
+    if value > 3:
+        raise argparse.ArgumentTypeError(f"{value} is no stage; choose 0, 1, 2 or 3")
     return value
