@@ -86,9 +86,11 @@ class Reader:
     files of one rank).
     """
 
-    def __init__(self, index: Index) -> None:
-        """Raises CheckpointError where the checkpoint's kind of checksum cannot be had."""
+    def __init__(self, index: Index, *, told: Callable[[int], None] | None = None) -> None:
+        """`told` is called with the bytes of each chunk once it is read. Raises CheckpointError where the checkpoint's
+        kind of checksum cannot be had."""
         self._index = index
+        self._told = told or _nobody
         self._checksum = checksum.named(index.content.checksum)
         self._files: dict[str, int] = {}
         self._scratch = threading.local()
@@ -125,8 +127,10 @@ class Reader:
         for file, group in itertools.groupby(stored, key=lambda f: f.piece.file):
             try:
                 fd = self._open(file) if file else -1  # what stands in the index needs none
-                for _ in self._pool.map(lambda fetch: work(fetch, fd), list(group)):  # noqa: B023  (ends before it changes)
-                    pass
+                chunks = list(group)
+                done = self._pool.map(lambda fetch: work(fetch, fd), chunks)  # noqa: B023  (ends before it changes)
+                for fetch, _ in zip(chunks, done, strict=True):
+                    self._told(fetch.nbytes)
             except OSError as error:
                 raise self._index.damaged(file, f"it cannot be read ({error.strerror or error})") from error
         return sum(fetch.nbytes for fetch in stored if fetch.piece.inline is None)
@@ -195,6 +199,10 @@ class Reader:
         if len(room) < nbytes:
             room = self._scratch.room = memoryview(bytearray(nbytes))
         return room[:nbytes]
+
+
+def _nobody(nbytes: int) -> None:
+    """Progress that is not followed."""
 
 
 def read_small(index: Index, file: str) -> bytes:

@@ -45,14 +45,25 @@ def _compare(one: Index, other: Index) -> list[dict[str, Any]]:
     mine, theirs = dict(one.entries()), dict(other.entries())
     keys = sorted(mine.keys() | theirs.keys(), key=lambda key: (key.kind, natural(key.name)))
     rows = []
-    total = sum(entry.nbytes for entry in mine.values())
-    with Reader(one) as first, Reader(other) as second, progress("comparing", total) as advance:
+    total = sum(
+        entry.nbytes for entries in (mine, theirs) for key, entry in entries.items() if _alike(key, mine, theirs)
+    )
+    with (
+        progress("comparing", total) as advance,
+        Reader(one, told=advance) as first,
+        Reader(other, told=advance) as second,
+    ):
         for key in keys:
             found = _difference(key, mine.get(key), theirs.get(key), first, second)
-            advance(mine[key].nbytes if key in mine else 0)
             if found:
                 rows.append({"kind": key.kind, "name": key.name, **found})
     return rows
+
+
+def _alike(key: Key, mine: dict[Key, Any], theirs: dict[Key, Any]) -> bool:
+    """Whether both have it in one shape and dtype, so that values can be compared."""
+    both = key in mine and key in theirs
+    return both and (mine[key].shape, mine[key].dtype) == (theirs[key].shape, theirs[key].dtype)
 
 
 def _difference(key: Key, mine: Any, theirs: Any, first: Reader, second: Reader) -> dict[str, Any]:

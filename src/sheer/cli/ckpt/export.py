@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sheer.cli.ckpt.common import add_place, size
+from sheer.cli.ckpt.common import add_place, progress, size
 
 if TYPE_CHECKING:
     from sheer.checkpoint.formats import Weights
@@ -38,7 +38,8 @@ def run(args: argparse.Namespace) -> int:
 
     index = open_checkpoint(args.directory, args.tag)
     dtype = getattr(torch, args.dtype) if args.dtype else None
-    with Reader(index) as reader:
+    total = sum(entry.nbytes for key, entry in index.entries() if key.kind in ("param", "buffer"))
+    with progress(f"exporting {index.tag}", total) as advance, Reader(index, told=advance) as reader:
         files = _writer(args)(Weights(index, reader, dtype=dtype), Path(args.target))
     sizes = {str(file): file.stat().st_size for file in files}
     if args.json:

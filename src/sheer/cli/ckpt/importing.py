@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sheer.cli.ckpt.common import progress
+
 if TYPE_CHECKING:
+    import torch
+
+    from sheer.checkpoint import Shard
     from sheer.checkpoint.formats import Foreign
 
 _READS = "a DeepSpeed or DCP checkpoint, a Hugging Face folder, a .safetensors or a .pt file"
@@ -34,7 +41,9 @@ def run(args: argparse.Namespace) -> int:
     facts = {**foreign.facts, "ties": foreign.ties, "imported": str(args.source)}
     _check_optimizer(args, facts)
     state = foreign.full_state
-    path = save(args.directory, args.tag, shards=shards, facts=facts, state=state, rng={}, axis=Alone())
+    with progress("importing", sum(shard.data.nbytes for shard in shards)) as advance:
+        followed = [_followed(shard, advance) for shard in shards]
+        path = save(args.directory, args.tag, shards=followed, facts=facts, state=state, rng={}, axis=Alone())
     tensors = len({shard.key for shard in shards})
     if args.json:
         said = {"checkpoint": str(path), "tensors": tensors, "ties": foreign.ties, "said": foreign.said}
@@ -42,6 +51,16 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print("\n".join([*foreign.said, f"{path}: {tensors} tensors, {len(foreign.ties)} tied names"]))
     return 0
+
+
+def _followed(shard: Shard, advance: Callable[[int], None]) -> Shard:
+    """`shard`, telling of every part that is written."""
+
+    def rest(part: torch.Tensor) -> None:
+        shard.rest(part)
+        advance(part.nbytes)
+
+    return replace(shard, rest=rest)
 
 
 def _read(source: Path, tag: str | None) -> Foreign:

@@ -63,14 +63,13 @@ def _faults(index: Index) -> tuple[list[str], int]:
         except CheckpointError as error:
             faults.append(str(error))
     total = sum(entry.nbytes for _, entry in index.entries())
-    with Reader(index) as reader, progress(f"verifying {index.tag}", total) as advance:
+    with progress(f"verifying {index.tag}", total) as advance, Reader(index, told=advance) as reader:
         for key, entry in index.entries():
             nowhere = torch.empty(entry.numel, dtype=entry.torch_dtype, device="meta")
             try:
                 nbytes += reader.check([Request(key, 0, nowhere)])
             except CheckpointError as error:
                 faults.append(str(error))
-            advance(entry.nbytes)
     return list(dict.fromkeys(faults)), nbytes
 
 
