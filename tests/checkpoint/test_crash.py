@@ -6,8 +6,10 @@ import errno
 import fcntl
 import json
 import os
+import resource
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,7 +20,7 @@ import pytest
 import torch
 
 import sheer
-from sheer.checkpoint import Axis, Shard, list_tags, load_full, open_checkpoint, save
+from sheer.checkpoint import Axis, Shard, folder, list_tags, load_full, open_checkpoint, save, saving
 from sheer.errors import CheckpointError
 from tests.checkpoint import faults
 from tests.checkpoint.ranks import Solo, cut, errors_on_ranks, whole
@@ -90,6 +92,44 @@ def test_a_failed_save_leaves_no_directory_behind(tmp_path: Path) -> None:
     with mock.patch.object(os, "fsync", side_effect=OSError(errno.ENOSPC, "no space")), pytest.raises(CheckpointError):
         faults.save_value(tmp_path, "t", 2)
     assert sorted(os.listdir(tmp_path)) == [".lock", "latest", "step1"]
+
+
+def test_a_disk_that_takes_no_more_loses_nothing(tmp_path: Path) -> None:
+    """Not a call that is made to fail: the system itself writes a part and refuses the rest."""
+    faults.before(tmp_path, "new tag")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
+    try:
+        with pytest.raises(CheckpointError, match="File too large"):
+            faults.save_value(tmp_path, "t", 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert faults.loads(tmp_path) == "old"
+    assert sorted(os.listdir(tmp_path)) == [".lock", "latest", "step1"]
+
+
+def test_all_wait_for_a_slow_rank(tmp_path: Path) -> None:
+    shards = cut("param", "w", faults.value(2), cuts=[300])
+    real, slow = saving.write_shards, threading.Event()
+
+    def write(path: Path, held: Sequence[Shard], **options: Any) -> Any:
+        if path.name == "rank00001.safetensors":
+            slow.wait(0.3)
+            assert not (tmp_path / "t").exists()
+        return real(path, held, **options)
+
+    with mock.patch.object(saving, "write_shards", write):
+        assert errors_on_ranks(2, partial(save_shard_of_rank, tmp_path, "t", shards)) == [None, None]
+    assert torch.equal(load_full(tmp_path)["w"], faults.value(2))
+
+
+def test_a_process_forked_meanwhile_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """As a loader's worker is, during a save beside training."""
+    staging = folder.Staging(tmp_path, "t", nbytes=1)
+    inherited = os.dup(staging._lock)  # what a fork has: the same open file
+    staging.close()
+    faults.save_value(tmp_path, "t", 2)
+    os.close(inherited)
 
 
 def test_everything_is_flushed_before_it_becomes_visible(tmp_path: Path) -> None:

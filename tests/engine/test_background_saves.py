@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist  # noqa: TID251  # a store for threads that stand for ranks
 
 import sheer.testing
-from sheer import checkpoint
+from sheer import checkpoint, comm
 from sheer.checkpoint import background, saving
 from sheer.errors import CheckpointError, CommError
 from tests.engine.models import batches, odd
@@ -189,6 +190,18 @@ def test_threads_beside_talk_in_order_and_name_who_is_gone() -> None:
         with pytest.raises(CommError, match=r"rank 0 waited 0.* s in vain for rank 1 of 2"):
             lonely.gather_objects(None)
     axis.barrier()
+
+
+def test_a_rank_that_is_gone_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
+    def begun(tag: str) -> saving.Begun:
+        return saving.begin(tmp_path, tag, shards=[], facts={}, state={}, rng={}, axis=checkpoint.Alone())
+
+    saving.finish(begun("good"), [], axis=checkpoint.Alone())
+    lonely = comm.Beside(dist.HashStore(), rank=0, size=2, timeout=0.1)
+    with pytest.raises(CheckpointError, match=r"rank 0 waited 0\.1 s in vain for rank 1 of 2"):
+        saving.finish(begun("bad"), [], axis=lonely)
+    assert sorted(os.listdir(tmp_path)) == [".lock", "good", "latest"]
+    saving.finish(begun("better"), [], axis=checkpoint.Alone())
 
 
 SCRIPT = """
