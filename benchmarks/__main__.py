@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks import checkpoint, compile, growth, memory, profiles, replay, report, startup, step
+from benchmarks import checkpoint, compile, growth, memory, pipeline, profiles, replay, report, startup, step
 from benchmarks.contenders import chosen
 from benchmarks.report import Result
 from benchmarks.step import Race
@@ -74,6 +74,14 @@ SUITES: dict[str, Suite] = {
         "40 Linear layers of width 32, one rank",
         partial(_race, Race("small", ranks=1, rounds=21, steps=20), Race("small", ranks=1, rounds=9, steps=20)),
         quick=True,
+    ),
+    "pipeline": Suite(
+        "A pipeline of two stages",
+        lambda effort: pipeline.run(pipeline.GPT, effort.rounds or (2 if effort.quick else 7)),
+    ),
+    "pipeline-tiny": Suite(
+        "A pipeline of two stages, tiny micro-batches",
+        lambda effort: pipeline.run(pipeline.TINY, effort.rounds or (3 if effort.quick else 15)),
     ),
     "gloo": Suite(
         "gloo's own share of a step",
