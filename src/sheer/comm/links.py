@@ -2,8 +2,10 @@
 
 A message is a control block of fixed size, then, where it says so, more control bytes, then the raw tensors. Control
 travels by CPU, so that a receiver learns shapes without waiting for its device. On gloo a link is a pair of tags in the
-pipe's group. Elsewhere it is a group of its own two ranks: a backend with streams runs what is in one group in the
-order of its submission, and two directions, or two peers, would wait for each other.
+pipe's group, and tensors come in one piece with the block where they are no larger than what has come before: gloo
+sends nothing before a receive is posted, and one that is posted beforehand goes on during other work. Elsewhere
+it is a group of its own two ranks: a backend with streams runs what is in one group in the order of its submission, and
+two directions, or two peers, would wait for each other.
 """
 
 from __future__ import annotations
@@ -17,12 +19,15 @@ import torch.distributed as dist
 
 from sheer.comm.axis import Axis
 from sheer.comm.groups import own_group
-from sheer.comm.tickets import Ticket, completing
+from sheer.comm.tickets import DONE, Ticket, completing
 
 _Group = dist.ProcessGroup | None
 
 CONTROL_BYTES = 512
 """Size of every control block: the whole overhead of a message in a steady step."""
+
+MOST_BESIDE = 2**26
+"""Bytes of tensors that room is kept for beside the next message's control block."""
 
 
 class Route(NamedTuple):
@@ -67,7 +72,14 @@ class Link:
     """One end of one route: this rank either sends on it or receives. Messages arrive in the order of sending."""
 
     def __init__(
-        self, route: Route, control: _Post, tensors: _Post, counters: MessageCounters, *, peer_rank: int
+        self,
+        route: Route,
+        control: _Post,
+        tensors: _Post,
+        counters: MessageCounters,
+        *,
+        peer_rank: int,
+        in_one_piece: bool,
     ) -> None:
         self.name = f"{route} (with rank {peer_rank})"
         """For errors."""
@@ -76,6 +88,9 @@ class Link:
         self._counters = counters
         self._announced: Ticket | None = None
         self._block = torch.empty(0, dtype=torch.uint8)
+        self._most = MOST_BESIDE if in_one_piece else 0
+        self._room = 0  # for tensors beside the next control block; both ends count alike
+        self._has_come = 0  # of the last block, how many bytes tensors may be in
         self._sent: deque[Ticket] = deque()
 
     # --- sending ----------------------------------------------------------------------------------------------------
@@ -85,15 +100,24 @@ class Link:
 
         The buffers are leased until `settle`.
         """
-        held = (*control, *tensors)
         what = f"sending the {self.name}"
+        size = sum(tensor.nbytes for tensor in tensors)
+        self._counters.messages += 1
+        self._counters.control_bytes += sum(part.nbytes for part in control)
+        self._counters.tensor_bytes += size
+        if len(control) == 1 and 0 < self._beside(tensors) <= self._room:
+            control, tensors = [torch.cat([*control, *tensors])], []
+        self._room = max(self._room, self._beside(tensors))
         with completing(what):
             works = [self._control.send(part) for part in control]
             works += [self._tensors.send(tensor) for tensor in tensors]
-        self._sent.append(Ticket(works, held, what, None))
-        self._counters.messages += 1
-        self._counters.control_bytes += sum(part.nbytes for part in control)
-        self._counters.tensor_bytes += sum(tensor.nbytes for tensor in tensors)
+        self._sent.append(Ticket(works, (*control, *tensors), what, None))
+
+    def _beside(self, tensors: Sequence[torch.Tensor]) -> int:
+        """Bytes of tensors that may come in one piece with a control block; 0 where they may not."""
+        size = sum(tensor.nbytes for tensor in tensors)
+        on_cpu = all(tensor.device == self._block.device for tensor in tensors)
+        return size if on_cpu and size <= self._most else 0
 
     @property
     def unsettled(self) -> int:
@@ -108,9 +132,9 @@ class Link:
     # --- receiving --------------------------------------------------------------------------------------------------
 
     def expect(self) -> None:
-        """Make room for the next message's control block, so that it can arrive during other work."""
+        """Make room for the next message, so that it can arrive during other work."""
         assert self._announced is None, f"the {self.name} is expected already"
-        self._block = torch.empty(CONTROL_BYTES, dtype=torch.uint8)
+        self._block = torch.empty(CONTROL_BYTES + self._room, dtype=torch.uint8)
         with completing(f"receiving the {self.name}"):
             work = self._control.receive(self._block)
         self._announced = Ticket((work,), (self._block,), f"receiving the {self.name}", None)
@@ -120,10 +144,12 @@ class Link:
         assert self._announced is not None, f"the {self.name} was never expected"
         self._announced.wait()
         self._announced = None
-        return self._block
+        self._has_come = self._block.numel() - CONTROL_BYTES
+        return self._block[:CONTROL_BYTES]
 
     def more_control(self, size: int) -> torch.Tensor:
         """The `size` control bytes that follow the block."""
+        self._has_come = 0
         rest = torch.empty(size, dtype=torch.uint8)
         with completing(f"receiving the {self.name}"):
             self._control.receive(rest).wait()
@@ -131,6 +157,14 @@ class Link:
 
     def tensors(self, into: Sequence[torch.Tensor]) -> Ticket:
         """Receive the message's tensors into these flat byte buffers, which are leased until the ticket's wait."""
+        size = self._beside(into)
+        self._room = max(self._room, size)
+        if 0 < size <= self._has_come:
+            came = self._block[CONTROL_BYTES:].split_with_sizes(
+                [*(buffer.nbytes for buffer in into), self._has_come - size]
+            )
+            torch._foreach_copy_(list(into), list(came[:-1]))
+            return DONE
         what = f"receiving the {self.name}"
         with completing(what):
             works = [self._tensors.receive(buffer) for buffer in into]
@@ -189,7 +223,14 @@ def build_links(
             peer = route.target if pipe.rank == route.source else route.source
             tensors = _Post(home, peer, 2 * number + 1) if group is None else _Post(group, ends.index(peer), 0)
             by_cpu = _Post(control, peer, 2 * number)
-            made[route] = Link(route, by_cpu, tensors, counters, peer_rank=_ranks(pipe)[peer])
+            made[route] = Link(
+                route,
+                by_cpu,
+                tensors,
+                counters,
+                peer_rank=_ranks(pipe)[peer],
+                in_one_piece=not (apart or _native(home)),
+            )
     return Links(made, counters, everyone, together)
 
 
