@@ -97,6 +97,7 @@ class ZeroRuntime:
         self._all_used = torch.ones(sum(len(grad.flat.params) for grad in self.grads), device=device)
         self.gathering.before = weakly(self._launch_over)
         self._all = tuple(range(len(self.grads)))
+        self._chunked = any(grad.flat.plan.key.chunk is not None for grad in self.grads)
         self._expected = self._all  # buckets that gradients of this backward may come to
         self._to_launch = self._all  # those of them that it reduces, where it does
         self._next = 0  # of those to launch
@@ -181,7 +182,7 @@ class ZeroRuntime:
     def _expect(self, chunk: int | None, *, shared: bool = True) -> None:
         """Say which buckets the next backward is about; all where it is not one of a chunk."""
         self._expected = self._to_launch = self._all
-        if chunk is not None:
+        if chunk is not None and self._chunked:
             chunks = [grad.flat.plan.key.chunk for grad in self.grads]
             self._expected = tuple(i for i in self._all if chunks[i] in (chunk, None))
             self._to_launch = self._expected if shared else tuple(i for i in self._expected if chunks[i] is not None)
