@@ -12,6 +12,7 @@ import torch
 from sheer import feeding
 from sheer.errors import UsageError
 from sheer.layout import Placement
+from sheer.pipeline import PipelineParallelGrid
 from sheer.pipelining import Desk, Pipeline
 from sheer.schedule import Kind, accumulate
 
@@ -36,6 +37,7 @@ class BatchVerbs(ABC):
     _runtime: ZeroRuntime
     _window: int
     _losses: list[torch.Tensor]
+    last_step: StepResult | None
     module: torch.nn.Module
 
     # --- training ---
@@ -51,6 +53,11 @@ class BatchVerbs(ABC):
         """
         self._check_can_step()
         self._check_metric(None)
+        if torch.is_inference_mode_enabled():
+            raise UsageError(
+                "train_batch inside torch.inference_mode(), where nothing can be trained; leave it first "
+                "(eval_batch may be called there)"
+            )
         count = self._accumulate(data_iter) if self._pipeline is None else self._pass_through(self._pipeline, data_iter)
         self._reduce(count)
         loss = self._update(count).loss_tensor
@@ -158,6 +165,65 @@ class BatchVerbs(ABC):
             return found.outputs
         loss = found.losses if reduce_output is None else found.losses.mean()
         return (loss, found.outputs) if return_logits else loss
+
+    def inference_batch(self, data_iter: Iterator[Any] | None, num_micro_batches: int | None = None) -> Any:
+        """What the last layer returns, on every rank; see `eval_batch`. No labels are needed."""
+        return self.eval_batch(data_iter, compute_loss=False, num_micro_batches=num_micro_batches)
+
+    # --- under DeepSpeed's names for a pipeline's engine ---
+
+    @property
+    def grid(self) -> PipelineParallelGrid:
+        """Where this rank stands. Of a `PipelineModule` only."""
+        if self._pipeline is None:  # a module may have a `grid` of its own
+            raise AttributeError("grid")
+        return PipelineParallelGrid(self._mesh)
+
+    @property
+    def mpu(self) -> PipelineParallelGrid | None:
+        """The same, which answers as Megatron's `mpu` does; None for any other module."""
+        return None if self._pipeline is None else self.grid
+
+    @property
+    def stage_id(self) -> int:
+        """This rank's pipeline stage."""
+        return self._mesh.stage
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step."""
+        return self._batch.accumulation
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples of a micro-batch on one data rank."""
+        return self._batch.micro
+
+    @property
+    def is_pipe_parallel(self) -> bool:
+        """Whether there are several stages."""
+        return self._mesh.stages > 1
+
+    @property
+    def is_data_parallel(self) -> bool:
+        """Whether several ranks share a stage."""
+        return self._mesh.data.size > 1
+
+    @property
+    def is_model_parallel(self) -> bool:
+        """False: there is no tensor parallelism."""
+        return False
+
+    @property
+    def agg_train_loss(self) -> torch.Tensor | None:
+        """The mean loss of the last step, over micro-batches and data ranks, on every rank; None before the first."""
+        return None if self.last_step is None else self.last_step.loss_tensor
+
+    @property
+    def total_loss(self) -> torch.Tensor | None:
+        """The loss of the last step summed over its micro-batches, the mean over data ranks, on every rank."""
+        step = self.last_step
+        return None if step is None or step.loss_tensor is None else step.loss_tensor * step.micro_batches
 
     # --- where micro-batches come from ---
 

@@ -583,6 +583,8 @@ class Engine(BatchVerbs, CheckpointVerbs, CompileVerbs, DeepSpeedNames):
                 self._plan = self._plan._replace(optimizer=None)
             for monitor in self._monitors:
                 monitor.close()
+            if self._pipeline is not None:
+                self._pipeline.close()
             self._losses, self._own_iterator, self._monitors, self._pipeline = [], None, (), None
             error = self._background.end()
             self._leave()

@@ -83,6 +83,7 @@ class Pipeline:
         self.batch_fn: Callable[[Any], Any] | None = None
         """What makes a pair (inputs, label) of what an iterator gives; None leaves it to the module."""
         self._asked = asked
+        self._whole = schedule
         self._mesh = mesh
         self._device = device
         self._teller = teller
@@ -93,8 +94,20 @@ class Pipeline:
         self._desk: Desk | None = None  # set while a step runs
         self._legs: deque[_Leg] = deque()  # of this step, as other data ranks expect them of this one
 
+    def close(self) -> None:
+        """Leave the links. All ranks do."""
+        self._links.close()
+        self._runners = {}
+
     def schedule(self, micro_batches: int) -> Schedule:
-        """The schedule of a training step of so many micro-batches."""
+        """The schedule of a training step of so many micro-batches; one that was written for more is shortened."""
+        written = self._asked is not None and self._asked not in schedules.GENERATORS
+        if written and micro_batches < self._whole.micro_batches:
+            self._teller.info(
+                f"pipeline.schedule is for {self._whole.micro_batches} micro-batches; for {micro_batches} it is run "
+                "without the others"
+            )
+            return schedules.shorten(self._whole, micro_batches)
         return find_schedule(self._asked, self.module, micro_batches)
 
     # --- data ---------------------------------------------------------------------------------------------------------

@@ -25,6 +25,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"sheer {sheer.__version__}\n"
 
 
+def test_the_package_is_the_command_too() -> None:
+    done = subprocess.run([sys.executable, "-m", "sheer", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"sheer {sheer.__version__}\n"
+
+
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["dmeo"])

@@ -368,6 +368,52 @@ def test_an_engine_says_where_it_stands() -> None:
     assert (engine.is_first_stage(), engine.is_last_stage()) == (stage == 0, stage == 1)
     assert (engine.world_size, engine.dp_world_size, engine.global_rank) == (4, 2, sheer.testing.rank())
     assert engine.train_batch_size() == 4
+    grid = engine.grid
+    assert engine.mpu.get_data_parallel_rank() == grid.get_data_parallel_id() == column
+    assert (engine.stage_id, grid.get_stage_id(), grid.get_pipe_parallel_rank()) == (stage, stage, stage)
+    assert (grid.is_first_stage, grid.is_last_stage, grid.stage_to_global(1)) == (stage == 0, stage == 1, 2 + column)
+    sizes = grid.get_pipe_parallel_world_size(), grid.get_data_parallel_world_size()
+    assert sizes == (2, 2) == (grid.topology().get_dim("pipe"), grid.topology().get_dim("data"))
+    assert grid.get_pipe_parallel_group() is engine.mesh.pipe.group
+    assert (engine.is_pipe_parallel, engine.is_data_parallel, engine.is_model_parallel) == (True, True, False)
+    assert grid.get_model_parallel_world_size() == 1
+
+
+@pytest.mark.world_size(2)
+def test_losses_and_logits_under_other_names() -> None:
+    case = case_of(2, accumulation=2)
+    engine = start(case, 2)
+    assert engine.total_loss is engine.agg_train_loss is None
+    (batch,) = batches(1, size=case.global_batch)
+    mine = [(part, part) for part in batch.split(case.micro)]
+    loss = engine.train_batch(iter(mine))
+    assert engine.agg_train_loss == loss
+    torch.testing.assert_close(engine.total_loss, 2 * loss)
+    assert (engine.micro_batches, engine.micro_batch_size) == (2, case.micro)
+    with torch.inference_mode():
+        logits = engine.inference_batch(iter([(part, None) for part in batch.split(case.micro)]))
+        assert logits.shape == (*batch.shape, 31)
+        with pytest.raises(UsageError, match=r"train_batch inside torch.inference_mode\(\)"):
+            engine.train_batch(iter(mine))
+    engine.train_batch(iter(mine))
+
+
+def test_a_module_may_have_a_grid_of_its_own() -> None:
+    model = nn.Linear(2, 2)
+    model.grid = "mine"
+    engine = start(Case(), 1, module=model)
+    assert engine.grid == "mine"
+    assert engine.mpu is None
+
+
+@pytest.mark.world_size(2)
+def test_an_engine_leaves_no_group_behind() -> None:
+    groups = torch.distributed.distributed_c10d._world.pg_map  # noqa: TID251
+    before = len(groups)
+    engine = start(case_of(2), 2)
+    assert len(groups) > before
+    engine.destroy()
+    assert len(groups) == before
 
 
 # --- nothing wraps the module -----------------------------------------------------------------------------------------

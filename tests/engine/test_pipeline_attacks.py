@@ -166,6 +166,28 @@ def test_a_schedule_may_be_written_in_one_line_or_a_file(tmp_path) -> None:
 
 
 @pytest.mark.world_size(2)
+def test_a_written_schedule_flushes_what_is_left_of_it() -> None:
+    """Two of three micro-batches, in the order in which they are written."""
+    text = "name: mine\nstage 0: F0 F1 F2 B0 B1 B2\nstage 1: F0 B0 F1 B1 F2 B2"
+    case = case_of(2, accumulation=3)
+    engine = start(case, staged(2, loss_fn=cross_entropy), pipeline={"schedule": text})
+    (batch,) = batches(1, size=case.global_batch)
+    mine = [(part, part) for part in batch[: 2 * case.micro].split(case.micro)]
+    with pytest.raises(StopIteration, match="2 of 3"):
+        engine.train_batch(iter(mine))
+    assert engine.flush().micro_batches == 2
+    expected = whole()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
+    for part, _ in mine:
+        (cross_entropy(expected(part), part) / 2).backward()
+    optimizer.step()
+    assert_same_as_whole(engine.module, expected, **CLOSE)
+    engine.set_train_batch_size(4 * case.micro)
+    with pytest.raises(UsageError, match="is for 3 micro-batches, this step has 4"):
+        engine.train_batch(iter([*mine, *mine]))
+
+
+@pytest.mark.world_size(2)
 def test_chunks_placed_there_and_back_need_no_name_of_a_schedule() -> None:
     case = case_of(2, accumulation=3)
     engine = start(case, staged(2, chunks=2, placement="v"))
@@ -180,14 +202,14 @@ def test_a_schedule_without_backwards_is_no_schedule_of_a_step(asked: str) -> No
 
 
 DIES = """
-import datetime, os
+import datetime, os, sys
 import torch, torch.distributed as dist
 from torch import nn
 import sheer
 from sheer.errors import CommError
 
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=5))
-last = dist.get_rank() == 1
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=100))
+last = dist.get_rank() == 3
 
 
 def layer(x):
@@ -196,31 +218,43 @@ def layer(x):
     return x
 
 
-module = sheer.PipelineModule([nn.Linear(2, 2), layer], num_stages=2, loss_fn=nn.MSELoss(), boundaries=[0, 1, 2])
+layers = [nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2), layer]
+module = sheer.PipelineModule(layers, num_stages=4, loss_fn=nn.MSELoss(), boundaries=[0, 1, 2, 3, 4])
 config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 engine = sheer.initialize(model=module, config=config)[0]
-try:
-    engine.train_batch(iter([(torch.zeros(1, 2), torch.zeros(1, 2))]))
-except CommError as error:
-    print(error, flush=True)
+for _ in range(2):
+    try:
+        engine.train_batch(iter([(torch.zeros(1, 2), torch.zeros(1, 2))]))
+    except CommError as error:
+        print(error, flush=True)
+print("end", flush=True)
+sys.stdin.read()
 os._exit(0)
 """
 
 
-def test_a_rank_that_dies_in_a_step_is_named_by_its_neighbour(tmp_path) -> None:
+def test_a_rank_that_dies_in_a_step_is_named_by_all(tmp_path) -> None:
+    """Also by those who are no neighbours of it, while its neighbours live on; long before anything times out."""
     (tmp_path / "dies.py").write_text(DIES)
-    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "4", "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
             [sys.executable, tmp_path / "dies.py"],
             env={**os.environ, **store, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(4)
     ]
-    told, _ = [one.communicate(timeout=60)[0] for one in ranks]
-    assert "gradient from stage 1 to stage 0 (with rank 1) did not complete" in told
+    told = ["".join(iter(one.stdout.readline, "end\n")) for one in ranks[:3]]
+    for one in ranks:
+        one.communicate(timeout=60)
+    for text in told:
+        assert text.startswith("rank(s) 3 of 4 are gone: no sign of life within 5 s")
+        assert "an earlier step has lost a rank" in text
+    assert "(with rank 3) did not complete" in told[2]
+    assert "noticed first by rank 2" in told[0]
 
 
 def free_port() -> int:

@@ -9,7 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sheer.errors import UsageError
-from sheer.schedule import Action, Kind, Schedule, custom, one_f_one_b, problems, simulate, validate, zero_bubble
+from sheer.schedule import (
+    GENERATORS,
+    Action,
+    Kind,
+    Schedule,
+    by_name,
+    custom,
+    in_flight,
+    one_f_one_b,
+    problems,
+    shorten,
+    simulate,
+    validate,
+    zero_bubble,
+)
 
 GOOD = ["F0 F1 B0 B1", "F0 B0 F1 B1"]
 
@@ -126,3 +140,14 @@ def _ready(schedule: Schedule, stage: int, action: Action, done: set[tuple[int, 
         after = stage == schedule.stages - 1 or (stage + 1, Action(action.kind, k)) in done
         return after and (stage, Action(Kind.FORWARD, k)) in done
     return True
+
+
+@given(st.sampled_from(sorted(GENERATORS)), st.integers(1, 4), st.integers(1, 9), st.data())
+def test_what_is_left_of_a_shortened_one_can_run(name: str, stages: int, count: int, data: st.DataObject) -> None:
+    schedule = by_name(name, stages, count)
+    fewer = data.draw(st.integers(1, count))
+    short = validate(shorten(schedule, fewer))
+    assert short.micro_batches == fewer
+    for before, after in zip(schedule.actions, short.actions, strict=True):
+        assert [action for action in before if action in after] == list(after)
+        assert in_flight(after) <= in_flight(before)

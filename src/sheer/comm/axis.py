@@ -7,7 +7,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,15 @@ from sheer.comm.tickets import completing
 from sheer.errors import CommError
 
 T = TypeVar("T")
+
+
+class Roll(NamedTuple):
+    """Who answered a call."""
+
+    first: str
+    """What the first of them said."""
+    missing: tuple[int, ...]
+    """Who did not, in time."""
 
 
 class Axis:
@@ -98,6 +107,17 @@ class Axis:
                 f"{name}: rank {self.rank} waited {timeout:g} s in vain for rank(s) {who} of {self.size}. "
                 "Every rank must make this call; if only one may write, that is decided inside."
             )
+
+    def call_out(self, name: str, said: str, *, timeout: float) -> Roll:
+        """Say here, and wait at most `timeout` seconds for the others to say so too. Not collective: for who has lost a
+        peer and wants to know which. Knows nothing where the store is gone as well."""
+        try:
+            store = _PrefixStore(f"sheer/{self._id}/{name}", dist.distributed_c10d._get_default_store())
+            first = store.compare_set("first", "", said).decode()
+            store.set(f"0/{self.rank}", "here")
+            return Roll(first, tuple(self._wait_for_all(store, 0, timeout)))
+        except RuntimeError:  # DistError among them: the process that keeps the store is the one that is gone
+            return Roll(said, ())
 
     def _wait_for_all(self, store: _Store, call: int, timeout: float) -> list[int]:
         deadline = time.monotonic() + timeout

@@ -1,15 +1,19 @@
 """Point to point: one in-order link for each direction and purpose between two stages.
 
 A message is a control block of fixed size, then, where it says so, more control bytes, then the raw tensors. Control
-travels by CPU, so that a receiver learns shapes without waiting for its device. On gloo a link is a pair of tags in the
-pipe's group, and tensors come in one piece with the block where they are no larger than what has come before: gloo
+travels by CPU, so that a receiver learns shapes without waiting for its device. On gloo a link is a pair of tags in a
+group of the pipe, and tensors come in one piece with the block where they are no larger than what has come before: gloo
 sends nothing before a receive is posted, and one that is posted beforehand goes on during other work. Elsewhere
 it is a group of its own two ranks: a backend with streams runs what is in one group in the order of its submission, and
 two directions, or two peers, would wait for each other.
+
+The groups are the links' own. A rank that has lost a peer leaves them, so that those who wait for it learn of it at
+once, and so do those who wait for these.
 """
 
 from __future__ import annotations
 
+import traceback
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -18,8 +22,9 @@ import torch
 import torch.distributed as dist
 
 from sheer.comm.axis import Axis
-from sheer.comm.groups import own_group
+from sheer.comm.groups import own_group, timeout_of
 from sheer.comm.tickets import DONE, Ticket, completing
+from sheer.errors import CommError
 
 _Group = dist.ProcessGroup | None
 
@@ -28,6 +33,10 @@ CONTROL_BYTES = 512
 
 MOST_BESIDE = 2**26
 """Bytes of tensors that room is kept for beside the next message's control block."""
+
+
+GRACE = 5.0
+"""Seconds that a rank which has lost a peer waits for others to notice, so as to tell who is gone."""
 
 
 class Route(NamedTuple):
@@ -155,6 +164,11 @@ class Link:
             self._control.receive(rest).wait()
         return rest
 
+    def close(self) -> None:
+        """Forget what is under way, and the groups."""
+        self._announced, self._sent = None, deque()
+        del self._control, self._tensors
+
     def tensors(self, into: Sequence[torch.Tensor]) -> Ticket:
         """Receive the message's tensors into these flat byte buffers, which are leased until the ticket's wait."""
         size = self._beside(into)
@@ -174,11 +188,53 @@ class Link:
 class Links:
     """This rank's ends of all its routes along the pipe axis, and the end of a step that all ranks reach together."""
 
-    def __init__(self, made: Mapping[Route, Link], counters: MessageCounters, everyone: Axis, control: _Group) -> None:
+    def __init__(
+        self,
+        made: Mapping[Route, Link],
+        counters: MessageCounters,
+        everyone: Axis,
+        control: _Group,
+        groups: Sequence[dist.ProcessGroup],
+    ) -> None:
         self._made = made
         self.counters = counters
         self._everyone = everyone
         self._control = control
+        self._groups = [*groups]
+        self._open = True
+
+    def close(self) -> None:
+        """Leave the groups that were made for these links. Idempotent."""
+        self._open, self._control = False, None
+        for link in self._made.values():
+            link.close()
+        self._made = {}
+        while self._groups:
+            group = self._groups.pop()
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+
+    def lost(self, error: CommError) -> CommError:
+        """This rank has lost a peer, so these links are at an end. Leaves them, so that nobody waits for it in vain,
+        and gives the error to raise, which says who is gone as far as the ranks find out together."""
+        if not self._open:
+            return error
+        for cause in (error, error.__cause__):
+            if cause is not None:  # frames that have ended keep work, and with it connections
+                traceback.clear_frames(cause.__traceback__)
+        self.close()
+        if self._everyone.group is None:
+            return error
+        grace = min(GRACE, timeout_of(self._everyone.group).total_seconds() / 2)
+        said = f"rank {self._everyone.rank}: {error}"
+        roll = self._everyone.call_out("lost", said, timeout=grace)
+        who = ", ".join(map(str, roll.missing))
+        told = [
+            f"rank(s) {who} of {self._everyone.size} are gone: no sign of life within {grace:g} s" if who else "",
+            said,
+        ]
+        told += [f"noticed first by {roll.first}" if roll.first != said else ""]
+        return CommError("\n\n".join(filter(None, told)))
 
     def __getitem__(self, route: Route) -> Link:
         return self._made[route]
@@ -189,9 +245,14 @@ class Links:
         One number when all is well; texts are exchanged only when something failed.
         """
         if self._everyone.size > 1:
+            if not self._open:
+                raise CommError("an earlier step has lost a rank: start the processes again, from a checkpoint")
             failed = torch.tensor(0 if own is None else 1)
-            with completing("the end of a pipelined step"):
-                dist.all_reduce(failed, group=self._control)
+            try:
+                with completing("the beginning or end of a pipelined step"):
+                    dist.all_reduce(failed, group=self._control)
+            except CommError as error:
+                raise self.lost(error) from error
             if not int(failed):
                 return []
         return [text for text in self._everyone.gather_objects(own) if text is not None]
@@ -207,31 +268,33 @@ def build_links(
     """
     everyone = everyone or pipe
     counters = MessageCounters()
-    together = _by_cpu(everyone, [_ranks(everyone)] if everyone.group is not None else [])
+    if everyone.group is None:
+        return Links({}, counters, everyone, None, ())
+    everybody = _ranks(everyone)
+    together = own_group([everybody], like=everyone.group, backend="gloo")
+    groups = [together]
     home = pipe.group
-    if home is None or pipe.size == 1:
-        return Links({}, counters, everyone, together)
-    pipes = sorted(set(everyone.gather_objects(_ranks(pipe))))
-    control = together if everyone is pipe else _by_cpu(pipe, pipes)
-    apart = _native(home) if own_groups is None else own_groups
-    assert control is not None
-    made = {}
-    for number, route in enumerate(routes):
-        ends = sorted((route.source, route.target))
-        group = own_group([tuple(ranks[end] for end in ends) for ranks in pipes], like=home) if apart else None
-        if pipe.rank in ends:
-            peer = route.target if pipe.rank == route.source else route.source
-            tensors = _Post(home, peer, 2 * number + 1) if group is None else _Post(group, ends.index(peer), 0)
-            by_cpu = _Post(control, peer, 2 * number)
-            made[route] = Link(
-                route,
-                by_cpu,
-                tensors,
-                counters,
-                peer_rank=_ranks(pipe)[peer],
-                in_one_piece=not (apart or _native(home)),
-            )
-    return Links(made, counters, everyone, together)
+    made: dict[Route, Link] = {}
+    if home is not None and pipe.size > 1:
+        pipes = sorted(set(everyone.gather_objects(_ranks(pipe))))
+        control = together if pipes == [everybody] else own_group(pipes, like=home, backend="gloo")
+        apart = _native(home) if own_groups is None else own_groups
+        assert control is not None
+        groups.append(control)
+        for number, route in enumerate(routes):
+            ends = sorted((route.source, route.target))
+            group = own_group([tuple(ranks[end] for end in ends) for ranks in pipes], like=home) if apart else None
+            groups.append(group)
+            if pipe.rank in ends:
+                peer = route.target if pipe.rank == route.source else route.source
+                by_cpu = _Post(control, peer, 2 * number)
+                tensors = _Post(control, peer, 2 * number + 1) if group is None else _Post(group, ends.index(peer), 0)
+                made[route] = Link(
+                    route, by_cpu, tensors, counters, peer_rank=_ranks(pipe)[peer], in_one_piece=not apart
+                )
+    return Links(
+        made, counters, everyone, together, list(dict.fromkeys(group for group in groups if group is not None))
+    )
 
 
 def _ranks(axis: Axis) -> tuple[int, ...]:
@@ -240,10 +303,3 @@ def _ranks(axis: Axis) -> tuple[int, ...]:
 
 def _native(group: dist.ProcessGroup) -> bool:
     return dist.get_backend(group) != "gloo"
-
-
-def _by_cpu(axis: Axis, peers: Sequence[tuple[int, ...]]) -> _Group:
-    """A group of the axis' ranks that carries CPU tensors: its own where it can. `peers`: all such axes, by ranks."""
-    if axis.group is None or not _native(axis.group):
-        return axis.group
-    return own_group(peers, like=axis.group, backend="gloo")

@@ -9,6 +9,7 @@ what the user holds and the engine trains, `entry` how data comes in, `recompute
 """
 
 from sheer.pipeline.entry import Batch
+from sheer.pipeline.grid import PipelineParallelGrid
 from sheer.pipeline.mail import routes
 from sheer.pipeline.module import PipelineModule
 from sheer.pipeline.runner import Outcome, Runner
@@ -22,6 +23,7 @@ __all__ = [
     "PipeDataParallelTopology",
     "PipeModelDataParallelTopology",
     "PipelineModule",
+    "PipelineParallelGrid",
     "ProcessTopology",
     "Runner",
     "TiedLayerSpec",

@@ -161,8 +161,8 @@ class Runner:
                 for action in self._actions:
                     _VERBS[action.kind](self, action, step)
             self._mail.end()
-        except CommError:
-            raise
+        except CommError as error:
+            raise self._links.lost(error) from error
         except PeerFailed:
             self._end_in_failure(None)
         except Exception as error:
@@ -276,9 +276,12 @@ class Runner:
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def _end_in_failure(self, report: str | None) -> None:
-        self._mail.fail()
-        self._on_failure()
-        self._mail.end_in_failure()
+        try:
+            self._mail.fail()
+            self._on_failure()
+            self._mail.end_in_failure()
+        except CommError as error:
+            raise self._links.lost(error) from error
         self._conclude(report)
 
     def _conclude(self, report: str | None) -> None:

@@ -12,7 +12,7 @@ from sheer.schedule.generators import (
     zero_bubble,
     zero_bubble_v,
 )
-from sheer.schedule.plan import Action, Carried, Kind, Schedule, Transfer, in_flight, receives, sends
+from sheer.schedule.plan import Action, Carried, Kind, Schedule, Transfer, in_flight, receives, sends, shorten
 from sheer.schedule.simulation import Cost, Span, Timeline, equal_cost, simulate
 from sheer.schedule.written import custom, parse, to_json, to_text
 
@@ -40,6 +40,7 @@ __all__ = [
     "problems",
     "receives",
     "sends",
+    "shorten",
     "simulate",
     "to_json",
     "to_text",

@@ -7,7 +7,7 @@ runs it and by its chunk there. Messages follow from the placement; nobody write
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -68,6 +68,13 @@ class Schedule:
     def chunk(self, virtual: int) -> int:
         """Which chunk of the stage that holds it virtual stage `virtual` is."""
         return self.placement[:virtual].count(self.placement[virtual])
+
+
+def shorten(schedule: Schedule, micro_batches: int) -> Schedule:
+    """`schedule` without the micro-batches from `micro_batches` on. What is left keeps its order, so it can run if
+    `schedule` can, and holds no more."""
+    kept = tuple(tuple(one for one in actions if one.micro_batch < micro_batches) for actions in schedule.actions)
+    return replace(schedule, micro_batches=micro_batches, actions=kept)
 
 
 class Carried(Enum):
