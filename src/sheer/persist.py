@@ -283,11 +283,13 @@ def _open(parts: SavedParts, root: str | os.PathLike[str], tag: str | None, name
     opened = checkpoint.open_any(root, tag, axis=axis, groups=lambda: _named_groups(parts), timeout=timeout)
     if opened is None:
         return None
+    tensors = {*parts.params, *parts.ties, *persistent_buffers(parts.module).tensors}
+    wanted = set[str]().union(*parts.plan.runtime.mesh.pipe.gather_objects(tensors))
 
     def read() -> Opened:
         extra = {names.here(fqn): value for fqn, value in opened.state["extra_state"].items()}
         state = {**opened.state, "extra_state": {fqn: value for fqn, value in extra.items() if names.has(fqn)}}
-        return replace(opened, index=names.of(opened.index), state=state)
+        return replace(opened, index=names.of(opened.index, wanted=wanted), state=state)
 
     return checkpoint.together(axis, f"loading checkpoint {opened.index.directory}", read)
 
@@ -409,6 +411,16 @@ def _check_same_scheduler(index: Source, state: Mapping[str, Any], scheduler: An
     saved, mine = index.facts.get("scheduler", {}).get("class"), type(scheduler).__name__
     if saved != mine and state["scheduler"].keys() != scheduler.state_dict().keys():
         raise CheckpointError(f"the checkpoint holds the state of scheduler {saved}, this run uses {mine}. {mend}")
+    theirs, ours = _groups_scheduled(state["scheduler"]), _groups_scheduled(scheduler.state_dict())
+    if theirs != ours:
+        raise CheckpointError(
+            f"the checkpoint's scheduler ({saved}) goes with {theirs} optimizer groups, this run's with {ours}. {mend}"
+        )
+
+
+def _groups_scheduled(state: Mapping[str, Any]) -> int | None:
+    """For how many optimizer groups a scheduler keeps values; None where it does not say."""
+    return next((len(state[key]) for key in ("base_lrs", "min_lrs") if isinstance(state.get(key), list)), None)
 
 
 def _restore_settings(parts: SavedParts, state: Mapping[str, Any], wish: Wish) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import sheer
 import sheer.testing
 from sheer import checkpoint
 from sheer.errors import CheckpointError, UsageError
@@ -154,3 +155,23 @@ def test_a_strict_load_lists_all_that_does_not_fit_with_shapes(tmp_path: Path) -
     ):
         assert line.replace("'never' [7]", "'never' is [7]") in str(caught.value)
     assert_same(snapshot(engine), before)
+
+
+def test_a_schedule_of_other_groups_is_refused(tmp_path: Path) -> None:
+    def build(groups: int) -> Any:
+        model = odd()
+        params = list(model.parameters())
+        cut = [params] if groups == 1 else [params[:3], params[3:]]
+        optimizer = torch.optim.AdamW([{"params": part} for part in cut], lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        config = {"train_batch_size": 2}
+        return sheer.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)[0]
+
+    build(1).save_checkpoint(tmp_path)
+    engine = build(2)
+    before = snapshot(engine)
+    with pytest.raises(CheckpointError, match=r"goes with 1 optimizer groups, this run's with 2.*load_lr_scheduler"):
+        engine.load_checkpoint(tmp_path, reset_optimizer=True)
+    assert_same(snapshot(engine), before)
+    engine.load_checkpoint(tmp_path, reset_optimizer=True, load_lr_scheduler_states=False)
+    train(engine, Case(), range(1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -44,9 +44,10 @@ class Names:
         rest = stored[len(old) :].removeprefix(".") if old else stored
         return ".".join(filter(None, (self.rename[old], rest)))
 
-    def of(self, index: Source) -> Source:
+    def of(self, index: Source, *, wanted: Collection[str] = ()) -> Source:
         """`index` as if what is to be loaded were all it has, under the names here. Raises CheckpointError where a
-        pattern or a stored name fits nothing, or two tensors would have one name."""
+        pattern or a stored name fits nothing, or two tensors would have one name. `wanted` are names that are here,
+        which is all that `exclude` may be about."""
         if not self.partial and not self.rename:
             return index
         self._check_used(index)
@@ -63,7 +64,7 @@ class Names:
             if self.has(*names[name]):
                 tensors[here] = entry
         stored = {key.name for key in tensors}
-        self._check_found(stored, names)
+        self._check_found(stored, names, wanted)
         facts = {**index.facts, "ties": {alias: owner for alias, owner in ties.items() if owner in stored}}
         facts |= {fact: [self.here(name) for name in facts[fact]] for fact in _LISTS if fact in facts}
         return index.holding(tensors, facts)
@@ -75,12 +76,17 @@ class Names:
                 known = stored | {name[:at] for name in stored for at, sign in enumerate(name) if sign == "."}
                 raise CheckpointError(f"rename: the checkpoint has no {old!r}.{did_you_mean(old, known)}")
 
-    def _check_found(self, stored: set[str], names: Mapping[str, list[str]]) -> None:
+    def _check_found(self, stored: set[str], names: Mapping[str, list[str]], wanted: Collection[str]) -> None:
         known = [name for group in names.values() for name in group]
-        for pattern in self.include:
-            if not any(fnmatchcase(name, pattern) for name in known):
-                near = did_you_mean(pattern, known)
-                raise CheckpointError(f"include: no tensor of the checkpoint matches {pattern!r}.{near}")
+        either = [*known, *sorted(set(wanted).difference(known))]
+        for word, patterns, candidates, where in (
+            ("include", self.include, known, "the checkpoint"),
+            ("exclude", self.exclude, either, "the checkpoint or of the model"),
+        ):
+            for pattern in patterns:
+                if not any(fnmatchcase(name, pattern) for name in candidates):
+                    near = did_you_mean(pattern, candidates)
+                    raise CheckpointError(f"{word}: no tensor of {where} matches {pattern!r}.{near}")
         if not stored:
             patterns = f"include {list(self.include)} without {list(self.exclude)}"
             raise CheckpointError(f"{patterns} leaves nothing of the checkpoint to load.")
