@@ -79,14 +79,14 @@ class Names:
     def _check_found(self, stored: set[str], names: Mapping[str, list[str]], wanted: Collection[str]) -> None:
         known = [name for group in names.values() for name in group]
         either = [*known, *sorted(set(wanted).difference(known))]
-        for word, patterns, candidates, where in (
+        for given, globs, candidates, where in (
             ("include", self.include, known, "the checkpoint"),
             ("exclude", self.exclude, either, "the checkpoint or of the model"),
         ):
-            for pattern in patterns:
+            for pattern in globs:
                 if not any(fnmatchcase(name, pattern) for name in candidates):
                     near = did_you_mean(pattern, candidates)
-                    raise CheckpointError(f"{word}: no tensor of {where} matches {pattern!r}.{near}")
+                    raise CheckpointError(f"{given}: no tensor of {where} matches {pattern!r}.{near}")
         if not stored:
             patterns = f"include {list(self.include)} without {list(self.exclude)}"
             raise CheckpointError(f"{patterns} leaves nothing of the checkpoint to load.")

@@ -270,6 +270,33 @@ def test_missing_and_cut_files_are_named(tmp_path: Path) -> None:
         tensors(read(folder), "param")
 
 
+def broken(content: Any, way: tuple[Any, ...], value: Any) -> None:
+    for key in way[:-1]:
+        content = content[key]
+    content[way[-1]] = value
+
+
+@pytest.mark.parametrize(
+    ("way", "value"),
+    [
+        (("module", "first.weight"), [3]),
+        (("param_shapes", 0), 3),
+        (("param_shapes", 0), {}),
+        (("global_steps",), None),
+        (("shared_params",), 3),
+    ],
+)
+def test_files_of_another_structure_are_an_error_with_its_place(
+    way: tuple[Any, ...], value: Any, tmp_path: Path
+) -> None:
+    folder = unpacked("zero1", tmp_path) / f"global_step{STEPS}"
+    content = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=False)
+    broken(content, way, value)
+    torch.save(content, folder / "mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match=rf"{folder}.*damaged, or made by another version"):
+        read(folder)
+
+
 # --- live -------------------------------------------------------------------------------------------------------------
 
 

@@ -25,6 +25,8 @@ from sheer.checkpoint.formats.deepspeed.layers import read_pipeline
 from sheer.checkpoint.formats.deepspeed.run import facts_of, state_of
 from sheer.checkpoint.formats.deepspeed.universal import read_universal
 from sheer.checkpoint.formats.foreign import Foreign, tied_names, whole
+from sheer.checkpoint.shard import check_shards
+from sheer.errors import CheckpointError
 
 __all__ = ["find", "read"]
 
@@ -47,8 +49,26 @@ class _Parts(NamedTuple):
     stage: int
 
 
+_OTHERWISE = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What reading data of another structure ends in."""
+
+
 def read(path: Path, groups: Sequence[Sequence[str]] | None) -> Foreign:
     """What the checkpoint in the directory `path` holds. `groups` names what stage 0 numbers."""
+    try:
+        foreign = _read(path, groups)
+        check_shards(foreign.shards)
+    except CheckpointError:
+        raise
+    except _OTHERWISE as error:
+        raise CheckpointError(
+            f"{path} is a checkpoint of DeepSpeed's whose files do not hold what version 0.19 writes there "
+            f"({type(error).__name__}: {error}); one is damaged, or made by another version. Nothing was loaded."
+        ) from error
+    return foreign
+
+
+def _read(path: Path, groups: Sequence[Sequence[str]] | None) -> Foreign:
     files = sort_files(path)
     first = (files.model or files.parts)[0]
     run = read_file(first)
