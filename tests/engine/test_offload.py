@@ -17,6 +17,7 @@ import torch
 import sheer
 import sheer.testing
 from sheer.errors import ConfigError
+from sheer.layout import Place
 from sheer.optim.lion import Lion
 from sheer.utils import (
     safe_get_full_fp32_param,
@@ -28,6 +29,7 @@ from sheer.utils import (
 from tests.engine.models import batches, odd
 from tests.engine.oracle import Case, engine_run, start, values
 from tests.harness.late_work import late_collectives
+from tests.harness.second_device import DEVICE, second_device
 
 LOW = {
     "fp32": {},
@@ -158,6 +160,68 @@ def test_nothing_is_read_before_it_has_arrived(stage: int, tmp_path: Path) -> No
     with late_collectives():
         mine = trained(away)
     assert_same(mine, expected)
+
+
+class Affine(torch.nn.Module):
+    """Its parameters are on the device from the start, and no generator is asked for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(8, 8, device=DEVICE))
+        self.bias = torch.nn.Parameter(torch.zeros(8, device=DEVICE))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.weight, self.bias)
+
+
+def on_a_device(stage: int, precision: str, *, optim: str, param: str = "none") -> Any:
+    """An engine that trains on a device which is not the host."""
+    case = offloaded(
+        Case(stage, accumulation=2, clip=1.0, extra=LOW[precision]), Path("unused"), optim=optim, param=param
+    )
+    model = torch.nn.Sequential(Affine(), Affine(), Affine())
+    options = {"type": "AdamW", "params": {"lr": 1e-3, "foreach": True}}
+    return start(model, case, optimizer=options)
+
+
+def step_of(engine: Any, precision: str) -> None:
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 8, dtype=dtype, device=DEVICE)).square().mean())
+        engine.step()
+
+
+PLACES = [
+    (0, "fp32", "none", "none"),
+    (0, "bf16", "cpu", "none"),
+    (1, "fp32", "cpu", "none"),
+    (2, "bf16", "cpu", "none"),
+    (3, "bf16", "cpu", "cpu"),
+    (3, "fp32", "cpu", "cpu"),
+    (3, "bf16", "none", "cpu"),
+    (3, "fp32", "none", "cpu"),
+]
+
+
+@pytest.mark.parametrize(("stage", "precision", "optim", "param"), PLACES)
+def test_on_a_device_that_is_not_the_host(stage: int, precision: str, optim: str, param: str) -> None:
+    """Everything is where the layout says, and no operator meets tensors of two places."""
+    with second_device():
+        engine = on_a_device(stage, precision, optim=optim, param=param)
+        for _ in range(2):
+            step_of(engine, precision)
+        at = {"none": DEVICE.type, "cpu": "cpu"}
+        optimizer = engine.flat_optimizer()
+        moments = [optimizer.base.state[run.tensor]["exp_avg"] for run in optimizer.runs]
+        assert {tensor.device.type for tensor in [*moments, *(run.tensor for run in optimizer.runs)]} == {at[optim]}
+        assert {param.device.type for param in engine.module.parameters()} == {DEVICE.type}
+        kept = engine.layout.nbytes()
+        flats, grads = engine._runtime.flats, engine._runtime.grads
+        assert {flat.own.device.type for flat in flats} == {at[param]}
+        assert {grad.owned().device.type for grad in grads} == {"cpu" if kept["grad"][0] is Place.HOST else DEVICE.type}
+        assert kept["master"][1] == sum(flat.master.nbytes for flat in flats if flat.has_master)
+        assert kept["param"][1] == sum((flat.own if param == "cpu" else flat.full).nbytes for flat in flats)
+        engine.destroy()
 
 
 @pytest.mark.world_size(2)
