@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from sheer.observe import StepResult
+    from sheer.offloading import OffloadStateTypeEnum
     from sheer.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
     from sheer.setup import initialize
 
@@ -38,6 +39,7 @@ __all__ = [
     "DataError",
     "Engine",
     "LayerSpec",
+    "OffloadStateTypeEnum",
     "PipelineModule",
     "RepeatingLoader",
     "SheerError",
@@ -58,6 +60,7 @@ _HOMES = {
     "Config": "sheer.config",
     "Engine": "sheer.engine",
     "LayerSpec": "sheer.pipeline",
+    "OffloadStateTypeEnum": "sheer.offloading",
     "PipelineModule": "sheer.pipeline",
     "RepeatingLoader": "sheer.data",
     "StepResult": "sheer.observe",

@@ -146,6 +146,7 @@ class BatchVerbs(ABC):
         rank where there is no data.
         """
         self._check_alive()
+        self._require_here(evaluating=True)
         if self._pipeline is None:
             raise UsageError("eval_batch runs a PipelineModule; call engine(...) under torch.no_grad() with any other")
         if reduce_output not in ("avg", None):
@@ -269,6 +270,9 @@ class BatchVerbs(ABC):
 
     @abstractmethod
     def _check_can_step(self) -> None: ...
+
+    @abstractmethod
+    def _require_here(self, *, evaluating: bool = False) -> None: ...
 
     @abstractmethod
     def _check_metric(self, lr_kwargs: Mapping[str, Any] | None) -> None: ...

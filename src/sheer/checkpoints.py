@@ -129,6 +129,7 @@ class CheckpointVerbs(ABC):
         and taking over, TornLoadError: this engine then does nothing but load again.
         """
         self._check_alive(torn=True)
+        self._require_here()
         names = checkpoint.Names(_patterns(include), _patterns(exclude), rename or {})
         if custom_load_fn is not None and (names.partial or names.rename):
             raise UsageError(
@@ -183,6 +184,9 @@ class CheckpointVerbs(ABC):
 
     @abstractmethod
     def _require_between_steps(self, what: str) -> None: ...
+
+    @abstractmethod
+    def _require_here(self, *, evaluating: bool = False) -> None: ...
 
     @abstractmethod
     def _forget(self) -> None: ...

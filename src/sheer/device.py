@@ -58,6 +58,13 @@ def host() -> torch.device:
     return torch.device("cpu")
 
 
+def to_host(tensor: torch.Tensor, *, pinned: bool) -> torch.Tensor:
+    """`tensor` in the host's memory; itself if it is there."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty_like(tensor, device="cpu", pin_memory=pinned).copy_(tensor)
+
+
 def is_host(device: torch.device) -> bool:
     """Whether `device` works in the machine's own memory."""
     return device.type == "cpu"

@@ -29,6 +29,7 @@ from sheer.errors import UsageError
 from sheer.layout import Placement, Split
 from sheer.monitor import Monitor
 from sheer.observe import StepResult, Teller
+from sheer.offloading import OffloadStateTypeEnum, OffloadVerbs
 from sheer.optim.flat import FlatOptimizer
 from sheer.optim.handle import ShardedOptimizer
 from sheer.optim.loss_scale import LossScale
@@ -64,7 +65,7 @@ class Parts(NamedTuple):
 
 
 @final
-class Engine(BatchVerbs, CheckpointVerbs, CompileVerbs, DeepSpeedNames):
+class Engine(OffloadVerbs, BatchVerbs, CheckpointVerbs, CompileVerbs, DeepSpeedNames):
     """Trains `module`, which stays the user's object. Built by `sheer.initialize`.
 
     All ranks make the same calls in the same order: `engine(...)`, `backward`, `step`, saves and loads are collective
@@ -100,6 +101,7 @@ class Engine(BatchVerbs, CheckpointVerbs, CompileVerbs, DeepSpeedNames):
         self._trouble_told = False  # the compile report has been printed
         self._alive, self._torn = True, False
         self._background = Background()
+        self._away = frozenset[OffloadStateTypeEnum]()
         self._own_iterator: Iterator[Any] | None = None
         self._params, self._ties = names_and_ties(parts.module, parts.split)
         self._islands = planning.fp32_islands(parts.module)
@@ -177,6 +179,7 @@ class Engine(BatchVerbs, CheckpointVerbs, CompileVerbs, DeepSpeedNames):
     def _before_forward(self) -> None:
         self._check_alive()
         self._refuse_by_hand("engine(...)")
+        self._require_here(evaluating=not torch.is_grad_enabled())
         self._compiler.keep_gates()
         if not torch.is_grad_enabled() or inside_backward():
             return  # evaluation may run on some ranks only, so it communicates nothing
@@ -229,6 +232,7 @@ class Engine(BatchVerbs, CheckpointVerbs, CompileVerbs, DeepSpeedNames):
         """
         self._check_alive()
         self._refuse_by_hand("engine.backward")
+        self._require_here()
         self._check_loss(loss)
         self._abandon_unfinished()
         self._divide = scale_wrt_gas
@@ -328,6 +332,7 @@ class Engine(BatchVerbs, CheckpointVerbs, CompileVerbs, DeepSpeedNames):
 
     def _check_can_step(self) -> None:
         self._check_alive()
+        self._require_here()
         if self._plan.optimizer is None:
             raise UsageError(
                 "this engine has no optimizer: give one to sheer.initialize, or set `optimizer` in its config"
@@ -556,6 +561,7 @@ class Engine(BatchVerbs, CheckpointVerbs, CompileVerbs, DeepSpeedNames):
 
         False where no rank has any; nothing is done then, unless it is `to_write` them.
         """
+        self._require_here()
         there = any(self._mesh.data.gather_objects(self._runtime.dirty))
         if there or to_write:
             self._reduce(self._window + 1)
@@ -571,6 +577,7 @@ class Engine(BatchVerbs, CheckpointVerbs, CompileVerbs, DeepSpeedNames):
         """
         if not self._alive:
             return
+        self.reload_states()
         self._alive = False
         self._compiler.disable()
         for fqn in self._runtime.gates:

@@ -16,8 +16,8 @@ import torch
 
 import sheer
 import sheer.testing
-from sheer.errors import ConfigError
-from sheer.layout import Place
+from sheer.errors import ConfigError, UsageError
+from sheer.layout import Place, Placement
 from sheer.optim.lion import Lion
 from sheer.utils import (
     safe_get_full_fp32_param,
@@ -26,6 +26,7 @@ from sheer.utils import (
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
 )
+from sheer.zero.grads import GradState
 from tests.engine.models import batches, odd
 from tests.engine.oracle import Case, engine_run, start, values
 from tests.harness.late_work import late_collectives
@@ -222,6 +223,89 @@ def test_on_a_device_that_is_not_the_host(stage: int, precision: str, optim: str
         assert kept["master"][1] == sum(flat.master.nbytes for flat in flats if flat.has_master)
         assert kept["param"][1] == sum((flat.own if param == "cpu" else flat.full).nbytes for flat in flats)
         engine.destroy()
+
+
+KINDS = sheer.OffloadStateTypeEnum
+
+
+def live_bytes(engine: Any, place: str) -> dict[str, int]:
+    """What the engine's own tensors hold in one place, each storage once."""
+    optimizer = engine.flat_optimizer()
+    flats, grads = engine._runtime.flats, engine._runtime.grads
+    kept = {
+        "lp_params": [flat.own for flat in flats],
+        "hp_params": [flat.master for flat in flats if flat.has_master],
+        "optim_states": [optimizer.base.state[run.tensor][key] for run in optimizer.runs for key in MOMENTS],
+        "lp_grads": [grad.owned() for grad in grads if grad.state is GradState.EMPTY and grad._local is not None]
+        if engine.layout.stage.grad is not Placement.SHARDED
+        else [grad.owned() for grad in grads],
+    }
+    return {kind: sum(t.nbytes for t in tensors if t.device.type == place) for kind, tensors in kept.items()}
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "param"), [(0, "fp32", "none"), (2, "bf16", "none"), (3, "bf16", "cpu")]
+)
+def test_states_leave_the_device_and_come_back(stage: int, precision: str, param: str) -> None:
+    with second_device():
+        engine = on_a_device(stage, precision, optim="none", param=param)
+        step_of(engine, precision)
+        before = live_bytes(engine, DEVICE.type)
+        engine.offload_states(include=[KINDS.optim_states, "hp_params"])
+        engine.offload_states(include=["hp_params"])
+        now = live_bytes(engine, DEVICE.type)
+        assert now == {**before, "optim_states": 0, "hp_params": 0}
+        assert live_bytes(engine, "cpu")["optim_states"] == before["optim_states"]
+        # torch cannot turn a meta tensor into another one; test_a_rest_between_steps has whole parameters moved.
+        engine.offload_states(include=set(KINDS) - ({KINDS.lp_params} if param == "none" else set()))
+        now = live_bytes(engine, DEVICE.type)
+        assert now == {**dict.fromkeys(now, 0), "lp_params": before["lp_params"]}
+        engine.reload_states()
+        assert live_bytes(engine, DEVICE.type) == before
+        assert {tensor.device.type for tensor in engine.module.parameters()} == {DEVICE.type}
+        step_of(engine, precision)
+        engine.destroy()
+
+
+def resting_between(engine: Any, step: int) -> None:
+    """What a loop does that generates between steps."""
+    engine.offload_states(include=None if step else ["optim_states"])
+    with pytest.raises(UsageError, match=r"optim_states are offloaded .*: call engine\.reload_states\(\) first"):
+        engine.step()
+    with pytest.raises(UsageError, match="optim_states"):
+        engine(torch.zeros(2, 5, dtype=torch.int64))
+    if not step:
+        with torch.no_grad():
+            engine(torch.zeros(2, 5, dtype=torch.int64))
+        engine.module.seen.zero_()
+    engine.reload_states()
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_rest_between_steps_changes_nothing(stage: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def reset(engine: Any, step: int) -> None:
+        if not step:
+            engine.module.seen.zero_()
+
+    case = here(stage, extra=LOW["bf16" if stage == 2 else "fp32"])
+    expected = trained(case, between=reset)
+    # On this machine device and host are one; copies stand for the way there and back.
+    monkeypatch.setattr("sheer.device.to_host", lambda tensor, pinned: tensor.clone())
+    assert_same(trained(case, between=resting_between), expected)
+    engine = start(odd(), case)
+    with pytest.raises(UsageError, match=r"no states 'optim_state'; .* Did you mean 'optim_states'"):
+        engine.offload_states(include=["optim_state"])
+    with pytest.raises(UsageError, match=r"device='nvme'"):
+        engine.offload_states(device="nvme")
+    engine.offload_states()
+    engine.save_checkpoint(tmp_path)
+    with pytest.raises(UsageError, match="reload_states"):
+        engine.load_checkpoint(tmp_path)
+    engine.destroy()
 
 
 @pytest.mark.world_size(2)

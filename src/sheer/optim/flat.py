@@ -424,6 +424,27 @@ class FlatOptimizer:
         self.parked = incoming.parked
         self._parked_forms = {piece.key: incoming.forms[piece.key] for piece in incoming.parked if piece.key != MASTER}
 
+    def move(
+        self, masters: Sequence[torch.Tensor], carry: Callable[[torch.Tensor, torch.device], torch.Tensor] | None
+    ) -> None:
+        """`masters` have moved: the same values elsewhere, in the same order. `carry`, if given, takes the state of
+        every element somewhere else; it is told the device that it is at home on."""
+        self.masters = tuple(m._replace(tensor=tensor) for m, tensor in zip(self.masters, masters, strict=True))
+        runs = []
+        for old in self.runs:
+            run = self._run(old.master, old.span)
+            run.tensor = run.tensor.view(old.tensor.shape)
+            state = self.base.state.pop(old.tensor, None)
+            if state is not None:
+                self.base.state[run.tensor] = {
+                    key: carry(value, self.device)
+                    if carry is not None and form_of(value, old.tensor) in (StateForm.ELEMENT, StateForm.WHOLE)
+                    else value
+                    for key, value in state.items()
+                }
+            runs.append(run)
+        self._set_runs(runs)
+
     def release(self) -> None:
         """Give the user's optimizer its own parameters back."""
         self.base.state.clear()

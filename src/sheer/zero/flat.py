@@ -21,6 +21,9 @@ from sheer.zero.autograd import storage_of
 if TYPE_CHECKING:
     from sheer.comm import Axis, Lane, Ticket, Vault
 
+Carry = Callable[[torch.Tensor, torch.device], torch.Tensor]
+"""Takes a tensor somewhere, given the device that it is at home on."""
+
 Source = Callable[[Slot, torch.nn.Parameter], torch.Tensor]
 """Where a parameter's first values come from: flat, whole and equal on all ranks. Collective, in plan order."""
 
@@ -109,6 +112,11 @@ class FlatBucket(ABC):
         self._depots.optim.rest(self.master if part is None else part)
         self._depots.param.rest(self.own if part is None else part)
 
+    def move_master(self, carry: Carry) -> None:
+        """Take the master, where it is a tensor of its own, to where `carry` takes it."""
+        if self.has_master:
+            self.master = carry(self.master, self._depots.optim.device)
+
     def release(self, axis: Axis, *, lost: bool = False) -> None:
         """Give every parameter memory of its own again. Collective where parameters are sharded, unless they are
         `lost` because a peer is gone: then they get what they read as now."""
@@ -120,6 +128,10 @@ class FlatBucket(ABC):
                 param.data = value
             # Frozen ones too: they may have trained in an earlier plan.
             param.grad_dtype = param.dtype if grad_dtype is not None else None
+
+    @abstractmethod
+    def move_params(self, carry: Carry) -> None:
+        """Take what is at rest to where `carry` takes it; parameters stand on it there."""
 
     @abstractmethod
     def write(self, index: int, value: torch.Tensor) -> None:
@@ -160,6 +172,7 @@ class ReplicatedFlat(FlatBucket):
         depots: Depots,
     ) -> None:
         super().__init__(plan, params, layout=layout, rank=axis.rank, depots=depots)
+        self._home = device
         # The master starts from the values the user gave, before any rounding to the compute dtype.
         staging_dtype = self._master_dtype if self.has_master else plan.key.dtype
         staging = aligned_zeros(plan.numel, dtype=staging_dtype, device=device)
@@ -175,6 +188,15 @@ class ReplicatedFlat(FlatBucket):
             self.master = depots.optim.zeros(owned.numel, staging_dtype).copy_(staging[owned.start : owned.stop])
             self.rest()
         self._move_in(views_of(self.full, plan))
+
+    def move_params(self, carry: Carry) -> None:
+        """See `FlatBucket`."""
+        self.full = carry(self.full, self._home)
+        self.own = self.full[self.owned.start : self.owned.stop]
+        self.master = self.master if self.has_master else self.own
+        self._standing = views_of(self.full, self.plan)
+        for param, data in zip(self.params, self._standing, strict=True):
+            param.data = data
 
     def write(self, index: int, value: torch.Tensor) -> None:
         """See `FlatBucket`."""
@@ -245,6 +267,11 @@ class ShardedFlat(FlatBucket):
     def whole(self) -> bool:
         """Whether parameters have their values."""
         return self._whole
+
+    def move_params(self, carry: Carry) -> None:
+        """See `FlatBucket`. Parameters stand on their placeholders."""
+        self.own = carry(self.own, self._depots.param.device)
+        self.master = self.master if self.has_master else self.own
 
     def write(self, index: int, value: torch.Tensor) -> None:
         """See `FlatBucket`."""

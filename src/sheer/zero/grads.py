@@ -250,6 +250,10 @@ class BucketGrad(ABC):
         self.state = GradState.EMPTY
 
     @abstractmethod
+    def hold(self, hold: bool) -> None:
+        """Whether there is memory for it on the device while it is EMPTY; there is from the start."""
+
+    @abstractmethod
     def owned(self) -> torch.Tensor:
         """The reduced gradient of what this rank updates: [owned], accumulation dtype."""
 
@@ -305,8 +309,15 @@ class ResidentGrad(BucketGrad):
         depot: Depot,
     ) -> None:
         super().__init__(flat, rank=rank, target=target, lane=lane, arena=arena, wire=wire, depot=depot)
-        plan = flat.plan
-        self._make_views(aligned_zeros(plan.numel, dtype=plan.key.grad_dtype, device=flat.full.device))
+        self._device = flat.full.device
+        self.hold(True)
+
+    def hold(self, hold: bool) -> None:
+        """See `BucketGrad`."""
+        plan = self.flat.plan
+        self._local, self._views, self._gaps = None, [], []
+        if hold:
+            self._make_views(aligned_zeros(plan.numel, dtype=plan.key.grad_dtype, device=self._device))
 
     @property
     def _buffer(self) -> torch.Tensor:
@@ -363,9 +374,12 @@ class ShardedGrad(BucketGrad):
         depot: Depot,
     ) -> None:
         super().__init__(flat, rank=rank, target=target, lane=lane, arena=arena, wire=wire, depot=depot)
-        plan = flat.plan
-        self._summed = self._depot.zeros(self.shard.numel, plan.key.grad_dtype)
+        self.hold(True)
         self._fresh = True  # nothing has been summed since the last step
+
+    def hold(self, hold: bool) -> None:
+        """See `BucketGrad`."""
+        self._summed = self._depot.zeros(self.shard.numel if hold else 0, self.flat.plan.key.grad_dtype)
 
     def owned(self) -> torch.Tensor:
         """See `BucketGrad`."""

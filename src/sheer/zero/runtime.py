@@ -19,7 +19,7 @@ from sheer.comm import Arena, Counters, Depots, Lane, Mesh, Ticket
 from sheer.errors import CommError
 from sheer.layout import Bucket, Collective, Layout, Placement, change
 from sheer.zero.autograd import at_end_of_backward, weakly
-from sheer.zero.flat import FlatBucket, Source
+from sheer.zero.flat import Carry, FlatBucket, Source
 from sheer.zero.gates import ModelGate, UnitGate
 from sheer.zero.grads import BucketGrad, GradState, ResidentGrad, ShardedGrad, Wire
 from sheer.zero.marks import Mark, hooks_of, mark
@@ -417,6 +417,25 @@ class ZeroRuntime:
             yield wholes
         finally:
             wholes.close()
+
+    # --- clearing the device ----------------------------------------------------------------------------------------
+
+    def move_params(self, carry: Carry) -> None:
+        """Take parameters at rest somewhere else. Between steps."""
+        self.gathering.let_go_of_idle()
+        for flat in self.flats:
+            flat.move_params(carry)
+
+    def move_masters(self, carry: Carry) -> None:
+        """Take masters somewhere else. Between steps."""
+        for flat in self.flats:
+            flat.move_master(carry)
+
+    def hold_gradients(self, hold: bool) -> None:
+        """Whether there is memory for gradients. Between steps."""
+        for grad in self.grads:
+            grad.hold(hold)
+        self.arena.trim()
 
     def remove_hooks(self) -> None:
         """Stop listening to parameters."""
