@@ -43,6 +43,8 @@ class Kind(NamedTuple):
     zero: dict[str, Any] = {}
     extra: dict[str, Any] = {}
     universal: bool = False
+    fused: bool = False
+    """Kept flat at stage 0, as DeepSpeed does with optimizers of its own (which need a compiler)."""
     reloads: bool = True
     """Whether DeepSpeed can load it itself; else the losses are those of going on."""
     comparable: int = MORE
@@ -51,9 +53,11 @@ class Kind(NamedTuple):
 
 KINDS = {
     "plain": Kind(0, world=1),
-    # Here DeepSpeed's moments are too small by about the loss scale, as if gradients were divided by it twice.
+    # In fp16 at stage 0 DeepSpeed's moments are too small by about the loss scale, as if gradients never had it.
     "plain-fp16": Kind(0, "fp16", world=1, comparable=1),
     "plain-bf16": Kind(0, "bf16"),
+    "plain-fp16-fused": Kind(0, "fp16", world=1, fused=True, comparable=1),
+    "plain-bf16-fused": Kind(0, "bf16", fused=True),
     "zero1": Kind(1),
     "zero1-universal": Kind(1, universal=True),
     "zero1-bf16-fp32-gradients": Kind(1, "bf16", extra={"data_types": {"grad_accum_dtype": "fp32"}}),
@@ -155,7 +159,10 @@ def pipeline_loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 def _engine(kind: Kind, seed: int) -> Any:
     import deepspeed
+    import deepspeed.runtime.engine
 
+    fused = torch.optim.AdamW if kind.fused else torch.optim.SparseAdam
+    deepspeed.runtime.engine.FusedAdam = fused  # which optimizers it takes for fused ones
     settings = {**config(kind), "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     if not kind.stages:
         model = Net(seed)

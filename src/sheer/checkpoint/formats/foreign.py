@@ -96,7 +96,7 @@ def hyperparameters(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]
         {
             key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
             for key, value in group.items()
-            if key not in ("params", "param_names")
+            if key not in ("params", "param_names", "step")
         }
         for group in groups
     ]

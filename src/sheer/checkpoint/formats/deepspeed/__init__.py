@@ -16,6 +16,7 @@ import torch
 from sheer.checkpoint.formats.deepspeed.files import Files, field, find, read_file, sort_files
 from sheer.checkpoint.formats.deepspeed.flat import (
     Trained,
+    read_by_memory,
     read_by_number,
     read_frozen,
     read_stage_1_and_2,
@@ -122,15 +123,14 @@ def _stage_0(files: Files, run: Run, groups: Sequence[Sequence[str]] | None) -> 
     trained, held = Trained(), _held(run)
     ties = _ties(run, held, trained)
     content = run.get("optimizer")
-    if content and held:
-        own = [name for name in held if name not in ties and name not in (run.get("buffer_names") or ())]
-        named = _names_of(content, own, groups)
-        if named is None:
-            trained.unreadable = _NO_NAMES
-        else:
-            read_by_number(content, named, held, trained)
+    own = {name: t for name, t in held.items() if name not in ties and name not in (run.get("buffer_names") or ())}
+    named = _names_of(content, list(own), groups) if content and held else None
+    if content and "fp32_groups_flat" in content:
+        read_by_memory(content, own, trained)
+    elif content and named is not None:
+        read_by_number(content, named, held, trained)
     elif content:
-        trained.unreadable = f"{_NO_NAMES}; for a pipeline not even then"
+        trained.unreadable = _NO_NAMES if held else f"{_NO_NAMES}; for a pipeline not even then"
     layers = {f"{number}.{local}": t for number, path in files.layers.items() for local, t in read_file(path).items()}
     return _Parts(trained, {**held, **layers}, ties, 0)
 

@@ -82,7 +82,7 @@ def read_stage_1_and_2(paths: Sequence[Path], shapes: Mapping[str, Sequence[int]
         named = field(content, "param_slice_mappings", path=path)
         settings = field(base, "param_groups", path=path)
         for group, (master, places) in enumerate(zip(masters, named, strict=True)):
-            state = base["state"].get(settings[group]["params"][0], {})
+            state = _state(base, settings[group]["params"][0], settings[group])
             for name, place in places.items():
                 low, count = field(place, "start", path=path), field(place, "numel", path=path)
                 shape = tuple(shapes[name])
@@ -99,6 +99,7 @@ def read_stage_3(paths: Sequence[Path], shapes: Shapes, out: Trained) -> None:
         content = field(read_file(path), "optimizer_state_dict", path=path)
         inner = field(content, "optimizer_state_dict", path=path)
         masters = field(content, "fp32_flat_groups", path=path)
+        settings = {number: group for group in field(inner, "param_groups", path=path) for number in group["params"]}
         for number, (master, named) in enumerate(zip(masters, shapes, strict=True)):
             low = 0
             for name, size in named.items():
@@ -106,7 +107,7 @@ def read_stage_3(paths: Sequence[Path], shapes: Shapes, out: Trained) -> None:
                 each = -(-numel // len(paths))
                 at = min(rank * each, numel)
                 part = Part(name, shape, at, low, min(each, numel - at))
-                out.add(part, master=master, state=inner["state"].get(number, {}))
+                out.add(part, master=master, state=_state(inner, number, settings[number]))
                 low += each
             if low != master.numel():
                 raise CheckpointError(f"{path}: a flat tensor has {master.numel()} elements, its names have {low}.")
@@ -125,6 +126,35 @@ def read_frozen(paths: Sequence[Path], out: Trained) -> None:
             out.add(Part(name, shape, at, 0, min(each, numel - at)), master=parts[name], state={})
 
 
+def read_by_memory(content: Mapping[str, Any], held: Mapping[str, torch.Tensor], out: Trained) -> None:
+    """Stage 0 with an optimizer of DeepSpeed's own: a flat master per group, and of the parameters, which are views of
+    as long a tensor in low precision, the values that say which master it is, and the offsets in it."""
+    inner = content["optimizer_state_dict"]
+    out.settings, out.scaler = inner["param_groups"], content if "cur_scale" in content else None
+    views: dict[int, list[str]] = {}
+    for name, tensor in held.items():
+        views.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
+    for settings, master in zip(out.settings, content["fp32_groups_flat"], strict=True):
+        named = next((names for names in views.values() if _is_whole(held[names[0]], master)), None)
+        if named is None:
+            raise CheckpointError("no parameters have the values of one of the optimizer's masters; a file is damaged.")
+        for name in named:
+            part = Part(name, tuple(held[name].shape), 0, int(held[name].storage_offset()), held[name].numel())
+            out.add(part, master=master, state=_state(inner, settings["params"][0], settings))
+
+
+def _is_whole(view: torch.Tensor, master: torch.Tensor) -> bool:
+    """Whether what `view` is a part of is `master`, rounded."""
+    numel = view.untyped_storage().nbytes() // view.dtype.itemsize
+    return numel == master.numel() and torch.equal(view.as_strided((numel,), (1,), 0), master.to(view.dtype))
+
+
+def _state(content: Mapping[str, Any], number: int, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The states of one tensor of an optimizer; some of DeepSpeed's optimizers count steps by group."""
+    state: Mapping[str, Any] = content["state"].get(number, {})
+    return {"step": settings["step"], **state} if state and "step" in settings else state
+
+
 def read_by_number(
     content: Mapping[str, Any], names: Sequence[Sequence[str]], held: Mapping[str, torch.Tensor], out: Trained
 ) -> None:
@@ -138,5 +168,5 @@ def read_by_number(
             if master is not None:
                 out.names.add(name)
                 out.shards.append(whole("param", name, master))
-            for key, value in inner["state"].get(number, {}).items():
+            for key, value in _state(inner, number, settings).items():
                 out.add_state(key, name, value, shape)
