@@ -22,6 +22,9 @@ from sheer.errors import CommError
 
 T = TypeVar("T")
 
+PATIENCE = 3
+"""Seconds that a rank whose operation has failed waits for the others to fail too."""
+
 
 class Roll(NamedTuple):
     """Who answered a call."""
@@ -43,6 +46,7 @@ class Axis:
         self.name = name
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
+        self._absent: str | None = None
         self._calls: dict[str, int] = defaultdict(int)
         self._id: str = self.broadcast_object(uuid.uuid4().hex)
 
@@ -51,7 +55,7 @@ class Axis:
         if self.size == 1:
             return value
         box = [value]
-        with completing("a message from rank 0"):
+        with completing("a message from rank 0", self.absent):
             dist.broadcast_object_list(box, group_src=0, group=self.group)
         return box[0]
 
@@ -60,14 +64,14 @@ class Axis:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        with completing("an exchange of messages"):
+        with completing("an exchange of messages", self.absent):
             dist.all_gather_object(values, value, group=self.group)
         return values
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:
         """Overwrite `tensor` with that of rank `source`."""
         if self.size > 1 and tensor.numel():
-            with completing(f"a broadcast from rank {source}"):
+            with completing(f"a broadcast from rank {source}", self.absent):
                 dist.broadcast(tensor, group_src=source, group=self.group)
 
     def agree(self, error: BaseException | None, *, doing: str) -> None:
@@ -130,6 +134,17 @@ class Axis:
                 missing.append(rank)
         return missing
 
+    def absent(self) -> str:
+        """A sentence that names the ranks which have not failed as this one has: who is gone, or does something else.
+        Every rank whose operation fails answers here, once, and waits a moment for the others."""
+        if self._absent is None:
+            missing = self.call_out("absent", "", timeout=PATIENCE).missing if self.size > 1 else ()
+            who = ", ".join(map(str, missing))
+            self._absent = (
+                f"Of {self.size} ranks, {who} did not fail too within {PATIENCE} s: look there. " if who else ""
+            )
+        return self._absent
+
     def beside(self) -> Beside:
         """These ranks for one thread of each beside this one. Not collective, but every rank must ask equally often."""
         if self.group is None or self.size == 1:
@@ -143,5 +158,5 @@ class Axis:
     def barrier(self) -> None:
         """Wait for all ranks of the axis."""
         if self.size > 1:
-            with completing("a barrier"):
+            with completing("a barrier", self.absent):
                 dist.barrier(group=self.group)

@@ -29,9 +29,9 @@ class Lane:
         if self._transport is None:
             return finished(then)
         self.counters.count("all_reduce", tensor, self._axis.size, what)
-        with completing(what):
+        with completing(what, self._axis.absent):
             works, finish = self._transport.all_reduce(tensor)
-        return Ticket(works, (tensor,), what, chain(finish, then))
+        return Ticket(works, (tensor,), what, chain(finish, then), self._axis.absent)
 
     def reduce_scatter(
         self, shard: torch.Tensor, full: torch.Tensor, *, what: str, then: Finish | None = None
@@ -42,9 +42,9 @@ class Lane:
                 shard.copy_(full)
             return finished(then)
         self.counters.count("reduce_scatter", full, self._axis.size, what)
-        with completing(what):
+        with completing(what, self._axis.absent):
             works, finish = self._transport.reduce_scatter(shard, full)
-        return Ticket(works, (full, shard), what, chain(finish, then))
+        return Ticket(works, (full, shard), what, chain(finish, then), self._axis.absent)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, *, what: str, then: Finish | None = None) -> Ticket:
         """S -> R: every rank's `shard` to its place in `full`; `shard` may be that place."""
@@ -53,6 +53,6 @@ class Lane:
                 full.copy_(shard)
             return finished(then)
         self.counters.count("all_gather", full, self._axis.size, what)
-        with completing(what):
+        with completing(what, self._axis.absent):
             works, finish = self._transport.all_gather(full, shard)
-        return Ticket(works, (full, shard), what, chain(finish, then))
+        return Ticket(works, (full, shard), what, chain(finish, then), self._axis.absent)

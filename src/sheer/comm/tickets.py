@@ -16,12 +16,19 @@ Finish = Callable[[], None]
 class Ticket:
     """A collective under way. Holds its buffers; `wait` makes the current stream see the result. Idempotent."""
 
-    __slots__ = ("_finish", "_what", "_works", "held")
+    __slots__ = ("_finish", "_what", "_who", "_works", "held")
 
     def __init__(
-        self, works: Sequence[dist.Work], held: tuple[torch.Tensor, ...], what: str, finish: Finish | None
+        self,
+        works: Sequence[dist.Work],
+        held: tuple[torch.Tensor, ...],
+        what: str,
+        finish: Finish | None,
+        who: Callable[[], str] = str,
     ) -> None:
+        """`who` is asked for a sentence about the ranks that are missing, should it fail."""
         self._works = works
+        self._who = who
         self._what = what
         self._finish = finish
         self.held = held
@@ -35,7 +42,7 @@ class Ticket:
         """Order the current stream behind this collective and give its buffers back."""
         if self.done:
             return
-        with completing(self._what):
+        with completing(self._what, self._who):
             for work in self._works:
                 work.wait()
         if self._finish is not None:
@@ -50,16 +57,17 @@ class Ticket:
 
 
 @contextmanager
-def completing(what: str) -> Iterator[None]:
-    """Say which operation it was that the backend could not do, and where to look."""
+def completing(what: str, who: Callable[[], str] = str) -> Iterator[None]:
+    """Say which operation it was that the backend could not do, and where to look; `who` says which ranks are missing,
+    in a sentence or not at all."""
     try:
         yield
     except CommError:
         raise
     except RuntimeError as error:
         raise CommError(
-            f"{what} did not complete: {error}. A peer has failed, left, or is not taking part in the same operation; "
-            "look for the first error among all ranks, and check that every rank runs the same number of "
+            f"{what} did not complete: {error}. {who()}A peer has failed, left, or is not taking part in the same "
+            "operation; look for the first error among all ranks, and check that every rank runs the same number of "
             "forward/backward/step calls."
         ) from error
 
