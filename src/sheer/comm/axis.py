@@ -48,7 +48,8 @@ class Axis:
         self.size = 1 if group is None else dist.get_world_size(group)
         self._absent: str | None = None
         self._calls: dict[str, int] = defaultdict(int)
-        self._id: str = self.broadcast_object(uuid.uuid4().hex)
+        self._id: str = ""
+        self._id = self.broadcast_object(uuid.uuid4().hex)
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's `value`, on every rank."""
