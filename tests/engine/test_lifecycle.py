@@ -172,8 +172,8 @@ def test_the_death_of_a_rank_is_an_error_on_the_others(stage: int, when: str) ->
     for peer in peers:
         peer.start()
     try:
-        kind, message = results[0].get(timeout=60)
-        after = results[0].get(timeout=60)
+        kind, message = results[0].get(timeout=120)
+        after = results[0].get(timeout=120)
     finally:
         for peer in peers:
             peer.kill()
