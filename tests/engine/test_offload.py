@@ -27,7 +27,8 @@ from sheer.utils import (
     safe_set_full_optimizer_state,
 )
 from sheer.zero.grads import GradState
-from tests.engine.models import batches, odd
+from tests.engine import stages
+from tests.engine.models import Odd, batches, odd
 from tests.engine.oracle import Case, engine_run, start, values
 from tests.harness.late_work import late_collectives
 from tests.harness.second_device import DEVICE, second_device
@@ -161,6 +162,29 @@ def test_nothing_is_read_before_it_has_arrived(stage: int, tmp_path: Path) -> No
     with late_collectives():
         mine = trained(away)
     assert_same(mine, expected)
+
+
+@pytest.mark.world_size(2)
+def test_a_model_built_in_shards_rests_in_files(tmp_path: Path) -> None:
+    case = offloaded(here(3), tmp_path, optim="nvme", param="nvme")
+    expected = trained(case)
+    torch.manual_seed(0)
+    with sheer.zero.Init():
+        model = Odd()
+    engine = start(model, case)
+    batch, *others = batches(3, size=case.global_batch)
+    results = engine_run(engine, case, [batch], call=branching) + engine_run(engine, case, others)
+    assert_same((results, values(model)), expected)
+    engine.destroy()
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize(("stage", "optim", "param"), [(0, "nvme", "none"), (2, "cpu", "none"), (3, "nvme", "cpu")])
+def test_stages_of_a_pipeline_that_share_a_parameter(stage: int, optim: str, param: str, tmp_path: Path) -> None:
+    case = offloaded(stages.case_of(2, stage=stage, accumulation=3, clip=0.5), tmp_path, optim=optim, param=param)
+    engine = start(stages.staged(2), case)
+    stages.assert_trains_as_plain(engine, case)
+    engine.destroy()
 
 
 class Affine(torch.nn.Module):
