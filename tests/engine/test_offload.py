@@ -16,6 +16,7 @@ import torch
 
 import sheer
 import sheer.testing
+from sheer.comm import Copy, HostMemory
 from sheer.errors import ConfigError, UsageError
 from sheer.layout import Place, Placement
 from sheer.optim.lion import Lion
@@ -151,6 +152,61 @@ def test_what_users_do_between_steps(stage: int, tmp_path: Path) -> None:
     assert_same(trained(offloaded(case, tmp_path, optim="cpu"), between=meddling), expected)
     param = "nvme" if stage == 3 else "none"
     assert_same(trained(offloaded(case, tmp_path, optim="nvme", param=param), between=meddling), expected)
+
+
+class LateCopy(Copy):
+    """A copy that has not happened until it must have; meanwhile its result reads as NaN."""
+
+    pending = 0
+
+    def __init__(self, target: torch.Tensor, source: torch.Tensor, then: Callable[[], object] | None = None) -> None:
+        self._target, self._source, self._last = target, source, then
+        self._launched = source.clone()
+        target.fill_(float("nan"))
+        self._left = self._waited = False
+        LateCopy.pending += 1
+        assert LateCopy.pending <= 2 + 1, "more copies under way than buffers in flight"
+
+    @property
+    def done(self) -> bool:
+        return self._waited
+
+    def leave(self) -> None:
+        if not self._left:
+            assert torch.equal(self._source, self._launched), "the source was written before the copy had left it"
+            self._left = True
+            LateCopy.pending -= 1
+
+    def wait(self) -> None:
+        self.leave()
+        if not self._waited:
+            self._waited = True
+            self._target.copy_(self._launched)
+            if self._last is not None:
+                self._last()
+
+
+def copy_late(memory: HostMemory, target: torch.Tensor, source: torch.Tensor) -> Copy:
+    return LateCopy(target, source)
+
+
+def add_late(memory: HostMemory, target: torch.Tensor, source: torch.Tensor) -> Copy:
+    arriving = torch.empty_like(source)
+    return LateCopy(arriving, source, lambda: target.add_(arriving))
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_that_are_late_on_the_host(stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device that copies beside its computation. (Buckets whose copies are under way are bounded.)"""
+    case = here(stage, accumulation=3, clip=0.5, extra=LOW["bf16"])
+    expected = trained(case)
+    monkeypatch.setattr(HostMemory, "take", copy_late)
+    monkeypatch.setattr(HostMemory, "add", add_late)
+    with late_collectives():
+        mine = trained(offloaded(case, tmp_path, optim="cpu"))
+    assert_same(mine, expected)
+    assert LateCopy.pending == 0
 
 
 @pytest.mark.world_size(2)

@@ -12,7 +12,7 @@ from sheer.comm.arena import Arena, Vault
 from sheer.comm.axis import Axis
 from sheer.comm.beside import Beside
 from sheer.comm.counters import Counters, Traffic
-from sheer.comm.depots import Depot, Depots, DeviceMemory, HostMemory
+from sheer.comm.depots import Copy, Depot, Depots, DeviceMemory, HostMemory
 from sheer.comm.files import Files
 from sheer.comm.lane import Lane
 from sheer.comm.links import CONTROL_BYTES, Link, Links, MessageCounters, Route, build_links
@@ -34,6 +34,7 @@ __all__ = [
     "Arena",
     "Axis",
     "Beside",
+    "Copy",
     "Counters",
     "Depot",
     "Depots",

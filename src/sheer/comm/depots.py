@@ -6,7 +6,7 @@ machine's memory it holds on to. Nothing but `expect` and `rest` need be said, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple, Protocol
 
@@ -36,6 +36,13 @@ class Depot(Protocol):
         """`tensor` as a lane of the device can send it: itself, or copied `into` a buffer there. What is submitted
         inside the block comes after the copy; nothing else does."""
 
+    def take(self, target: torch.Tensor, source: torch.Tensor) -> Copy:
+        """Copy `source`, which a device has computed, to `target`, which rests here. `source` must stay until the copy
+        has left it."""
+
+    def add(self, target: torch.Tensor, source: torch.Tensor) -> Copy:
+        """Add `source` to `target`, likewise."""
+
     def reserve(self, nbytes: int) -> AbstractContextManager[None]:
         """Make sure that there is room for `nbytes`, where that can be known, and hold it inside the block."""
 
@@ -54,6 +61,38 @@ class Depots(NamedTuple):
     optim: Depot
 
 
+class Copy:
+    """A copy from the device to the host, under way or done."""
+
+    def __init__(self, event: torch.Event | None = None, then: Callable[[], object] | None = None) -> None:
+        """Without an `event` it is done. `then` is for the host to do with the result."""
+        self._event, self._then = event, then
+        if event is None:
+            self._finish()
+
+    @property
+    def done(self) -> bool:
+        """Whether there is nothing to wait for."""
+        return self._event is None
+
+    def leave(self) -> None:
+        """The source may be written again: what the device is asked to do from now on comes after the copy."""
+        if self._event is not None:
+            self._event.wait(torch.accelerator.current_stream())
+
+    def wait(self) -> None:
+        """The result may be read: wait until it is on the host."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+            self._finish()
+
+    def _finish(self) -> None:
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+
+
 class SideStream:
     """A second queue of `device` for copies that are to overlap its computation; nothing on a device that has none."""
 
@@ -70,6 +109,10 @@ class SideStream:
         self._stream.wait_stream(torch.accelerator.current_stream())
         with self._stream:
             yield
+
+    def mark(self, then: Callable[[], object] | None = None) -> Copy:
+        """What has been submitted so far."""
+        return Copy(None if self._stream is None else self._stream.record_event(), then)
 
 
 class DeviceMemory:
@@ -95,6 +138,16 @@ class DeviceMemory:
     def brought(self, tensor: torch.Tensor, *, into: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
         """It is there."""
         return nullcontext(tensor)
+
+    def take(self, target: torch.Tensor, source: torch.Tensor) -> Copy:
+        """See `Depot`. The device does one after the other."""
+        target.copy_(source)
+        return Copy()
+
+    def add(self, target: torch.Tensor, source: torch.Tensor) -> Copy:
+        """See `Depot`."""
+        target.add_(source)
+        return Copy()
 
     def reserve(self, nbytes: int) -> AbstractContextManager[None]:
         """Whether there is room is seen when it is taken."""
@@ -125,7 +178,7 @@ class HostMemory:
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Depot`."""
-        return torch.empty(numel, dtype=dtype, device=self.device)
+        return torch.empty(numel, dtype=dtype, device=self.device, pin_memory=self._pinned)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """See `Depot`."""
@@ -136,6 +189,19 @@ class HostMemory:
         """See `Depot`."""
         with self._side.after_current():
             yield into.copy_(tensor, non_blocking=self._pinned)
+
+    def take(self, target: torch.Tensor, source: torch.Tensor) -> Copy:
+        """See `Depot`."""
+        with self._side.after_current():
+            target.copy_(source, non_blocking=self._pinned)
+        return self._side.mark()
+
+    def add(self, target: torch.Tensor, source: torch.Tensor) -> Copy:
+        """See `Depot`. The host adds, once the copy has arrived."""
+        arriving = self.empty(source.numel(), source.dtype)
+        with self._side.after_current():
+            arriving.copy_(source, non_blocking=self._pinned)
+        return self._side.mark(lambda: target.add_(arriving))
 
     def reserve(self, nbytes: int) -> AbstractContextManager[None]:
         """Whether there is room is seen when it is taken."""

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from sheer import device as devices
+from sheer.comm.depots import Copy
 from sheer.errors import ConfigError
 
 
@@ -50,6 +51,16 @@ class Files:
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Depot`."""
         return self.zeros(numel, dtype)
+
+    def take(self, target: torch.Tensor, source: torch.Tensor) -> Copy:
+        """See `Depot`."""
+        target.copy_(source)
+        return Copy()
+
+    def add(self, target: torch.Tensor, source: torch.Tensor) -> Copy:
+        """See `Depot`."""
+        target.add_(source.to(self.device))
+        return Copy()
 
     @contextmanager
     def reserve(self, nbytes: int) -> Iterator[None]:

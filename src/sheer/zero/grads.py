@@ -15,7 +15,7 @@ from typing import NamedTuple, final
 
 import torch
 
-from sheer.comm import Arena, Depot, Lane, Ticket
+from sheer.comm import Arena, Copy, Depot, Lane, Ticket
 from sheer.device import aligned_zeros
 from sheer.errors import UsageError
 from sheer.layout import Bucket, Interval, Placement
@@ -106,6 +106,8 @@ class BucketGrad(ABC):
         self._wire = wire
         self._depot = depot
         self._ticket: Ticket | None = None
+        self._copy = Copy()
+        """Of the sum, to where it rests."""
         self._has = bytearray(count)  # the view holds this parameter's gradient
         self._detached = bytearray(count)  # we took `.grad` away; what is in the view still counts
         self._shown = bytearray(count)  # `.grad` shows the reduced gradient
@@ -212,9 +214,16 @@ class BucketGrad(ABC):
             return
         assert self._ticket is not None
         self._ticket.wait()
-        self._settle(self._part)
-        self._take_back(self._ticket)
+        self._copy = self._settle(self._part)
         self.state = GradState.REDUCED
+        if self._copy.done:
+            self.vacate()
+
+    def vacate(self) -> None:
+        """Give back the buffers of the reduction, once what they hold has been copied."""
+        if self._ticket is not None and self.state is GradState.REDUCED:
+            self._copy.leave()
+            self._take_back(self._ticket)
 
     def _take_back(self, ticket: Ticket) -> None:
         if self._sent is self._local:
@@ -239,6 +248,7 @@ class BucketGrad(ABC):
         """Forget this step's gradient; `.grad` becomes None. Not even a peer that has failed can prevent it."""
         if self._ticket is not None:
             self._ticket.drop()
+            self._copy.leave()
             self._take_back(self._ticket)
         for param in self.flat.params:
             param.grad = None
@@ -266,8 +276,8 @@ class BucketGrad(ABC):
         """See `open`."""
 
     @abstractmethod
-    def _settle(self, part: torch.Tensor) -> None:
-        """Store the sum that has arrived."""
+    def _settle(self, part: torch.Tensor) -> Copy:
+        """Store the sum that has arrived; `part` must stay until the copy has left it."""
 
     @abstractmethod
     def _release_local(self, *, after: Ticket | None) -> None:
@@ -344,11 +354,12 @@ class ResidentGrad(BucketGrad):
             self._zero_gaps()  # clipping by a norm that was not a number has filled them with it
         self.state = GradState.OPEN
 
-    def _settle(self, part: torch.Tensor) -> None:
+    def _settle(self, part: torch.Tensor) -> Copy:
         self._scale = self._wire.prescale
         home = self._buffer if self._target is Placement.REPLICATED else self.counted()
         if part.data_ptr() != home.data_ptr():
             home.copy_(part)
+        return Copy()
 
     def _release_local(self, *, after: Ticket | None) -> None:
         """It stays."""
@@ -383,10 +394,12 @@ class ShardedGrad(BucketGrad):
 
     def owned(self) -> torch.Tensor:
         """See `BucketGrad`."""
+        self._arrive()
         return self._summed
 
     def counted(self) -> torch.Tensor:
         """See `BucketGrad`."""
+        self._arrive()
         return self._summed
 
     def clear(self) -> None:
@@ -394,10 +407,12 @@ class ShardedGrad(BucketGrad):
         if self.state is GradState.OPEN:  # a backward that was never reduced
             self._release_local(after=None)
         super().clear()
+        self._copy = Copy()
         self._fresh = True
 
     def _open(self) -> None:
         self.land()
+        self.vacate()
         plan = self.flat.plan
         local = self._arena.acquire(plan.numel, plan.key.grad_dtype)
         self._make_views(local)
@@ -405,12 +420,15 @@ class ShardedGrad(BucketGrad):
         self._has, self._detached = bytearray(count), bytearray(count)
         self.state = GradState.OPEN
 
-    def _settle(self, part: torch.Tensor) -> None:
-        if self._fresh:
-            self._summed.copy_(part)
-        else:
-            self._summed.add_(part.to(self._summed.device))
-        self._fresh, self._scale = False, self._wire.prescale
+    def _settle(self, part: torch.Tensor) -> Copy:
+        self._arrive()
+        fresh, self._fresh, self._scale = self._fresh, False, self._wire.prescale
+        return (self._depot.take if fresh else self._depot.add)(self._summed, part)
+
+    def _arrive(self) -> None:
+        """The sum is where it rests."""
+        self.vacate()
+        self._copy.wait()
 
     def _release_local(self, *, after: Ticket | None) -> None:
         assert self._local is not None

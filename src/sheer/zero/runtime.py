@@ -105,6 +105,7 @@ class ZeroRuntime:
         self._unreduced = {*self._all}  # not launched since gradients last arrived
         self._unreduced_before = {*self._all}
         self._in_flight: deque[BucketGrad] = deque()
+        self._landed: BucketGrad | None = None  # the last one, whose sum may be on its way to the host
         self._gathering: list[Ticket] = []
         self._hooks = [
             param.register_post_accumulate_grad_hook(GradHook(self, position, index))  # type: ignore[no-untyped-call]
@@ -237,7 +238,10 @@ class ZeroRuntime:
 
     def _make_room(self) -> None:
         while len(self._in_flight) >= MAX_IN_FLIGHT:
-            self._in_flight.popleft().land()
+            if self._landed is not None:
+                self._landed.vacate()
+            self._landed = self._in_flight.popleft()
+            self._landed.land()
 
     def _launch(self, index: int) -> None:
         self._make_room()
