@@ -136,6 +136,11 @@ class CheckpointVerbs(ABC):
                 "load_checkpoint: custom_load_fn is given the whole checkpoint under its own names, so include, "
                 "exclude and rename cannot be obeyed; choose and rename inside it"
             )
+        if custom_load_fn is not None and self._config.checkpoint.use_node_local_storage:
+            raise UsageError(
+                "load_checkpoint: custom_load_fn is given all of the checkpoint, which no node's folder has with "
+                "checkpoint.use_node_local_storage; copy the folders of all nodes together, and set it to false"
+            )
         self._end_save()
         everything = not load_module_only and not names.partial
         wish = persist.Wish(

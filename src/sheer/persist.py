@@ -124,6 +124,7 @@ def save(
         axis=axis,
         save_latest=save_latest,
         keep_last=section.keep_last,
+        local=section.use_node_local_storage,
         timeout=section.timeout_seconds,
     )
     if background is None:
@@ -279,8 +280,11 @@ def load(
 
 
 def _open(parts: SavedParts, root: str | os.PathLike[str], tag: str | None, names: Names) -> Opened | None:
-    axis, timeout = parts.plan.runtime.mesh.world, parts.config.checkpoint.timeout_seconds
-    opened = checkpoint.open_any(root, tag, axis=axis, groups=lambda: _named_groups(parts), timeout=timeout)
+    axis, section = parts.plan.runtime.mesh.world, parts.config.checkpoint
+    local, timeout = section.use_node_local_storage, section.timeout_seconds
+    opened = checkpoint.open_any(
+        root, tag, axis=axis, groups=lambda: _named_groups(parts), local=local, timeout=timeout
+    )
     if opened is None:
         return None
     tensors = {*parts.params, *parts.ties, *persistent_buffers(parts.module).tensors}
@@ -339,6 +343,7 @@ def _load_tensors(parts: SavedParts, opened: Opened, wish: Wish, *, module: bool
         fresh=fresh,
         axis=runtime.mesh.world,
         reader=opened.reader,
+        fetch=opened.fetch,
         kinds=kinds,
         ties=ties,
         allow_missing=(lambda key: key.name in left_out) if wish.strict else True,

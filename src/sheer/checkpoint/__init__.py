@@ -17,6 +17,7 @@ from sheer.checkpoint.loading import (
     read_rng,
     read_state,
 )
+from sheer.checkpoint.local import at_hand
 from sheer.checkpoint.mapped import Source
 from sheer.checkpoint.names import Names
 from sheer.checkpoint.opening import Opened, open_any
@@ -39,6 +40,7 @@ __all__ = [
     "Request",
     "Shard",
     "Source",
+    "at_hand",
     "begin",
     "find",
     "finish",

@@ -24,7 +24,9 @@ from sheer.errors import CheckpointError, did_you_mean
 from sheer.observe import logger
 
 LATEST = "latest"
-_LOCK, _TEMP, _OLD = ".lock", ".tmp-", ".old-"
+_LOCK, _OLD = ".lock", ".old-"
+TEMP = ".tmp-"
+"""What the names of unfinished things begin with; a save removes what it finds of them."""
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
@@ -50,7 +52,7 @@ def list_tags(root: str | os.PathLike[str]) -> list[str]:
     """The tags of the complete checkpoints in `root`, oldest first."""
     with explained(f"cannot list {root}"):
         names = os.listdir(root) if Path(root).is_dir() else []
-    tags = {name.removeprefix(_OLD) for name in names if not name.startswith(_TEMP)}
+    tags = {name.removeprefix(_OLD) for name in names if not name.startswith(TEMP)}
     found = [(directory, tag) for tag in tags if (directory := _directory(Path(root), tag))]
     return [tag for directory, tag in sorted(found, key=lambda item: ((item[0] / INDEX).stat().st_mtime_ns, item[1]))]
 
@@ -173,12 +175,16 @@ def _excess(root: Path, keep: int) -> list[str]:
 
 
 class Staging:
-    """A save in progress, on rank 0: holds the lock, owns the directory aside, makes it visible or removes it."""
+    """A save in progress, on one rank for each folder: holds the lock, owns the directory aside, makes it visible or
+    removes it."""
 
-    def __init__(self, root: Path, tag: str, *, nbytes: int) -> None:
-        """Take the lock, put right what an interrupted save left, check that `nbytes` fit, and make the directory."""
+    def __init__(self, root: Path, tag: str, *, nbytes: int, name: str | None = None) -> None:
+        """Take the lock, put right what an interrupted save left, check that `nbytes` fit, and make the directory,
+        called `name` if it is given."""
         self._root, self._tag = root, tag
-        self.path = root / f"{_TEMP}{tag}-{secrets.token_hex(4)}"
+        self._replaced: list[Path] = []
+        self._placed = False
+        self.path = root / (name or f"{TEMP}{tag}-{secrets.token_hex(4)}")
         with explained(f"cannot save to {root}"):
             _make_root(root)
             self._lock = _take_lock(root)
@@ -186,14 +192,14 @@ class Staging:
             with explained(f"cannot save to {root}"):
                 _repair(root)
                 self._refuse_foreign()
-                _check_space(root, nbytes)
+                check_space(root, nbytes)
                 os.mkdir(self.path)
         except BaseException:
             _free_lock(self._lock)
             raise
 
-    def commit(self, *, save_latest: bool, keep_last: int | None) -> Path:
-        """Make the checkpoint visible under its tag, then move `latest`, then remove what it replaces."""
+    def place(self) -> Path:
+        """Make the checkpoint visible under its tag; where it is then. What it replaces stays aside."""
         final, old = self._root / self._tag, self._root / f"{_OLD}{self._tag}"
         with explained(f"cannot put checkpoint {self._tag!r} in place; the one before is as it was"):
             sync_directory(self.path)
@@ -207,11 +213,24 @@ class Staging:
                     os.rename(old, final)
                 raise
             sync_directory(self._root)
-        if save_latest:
-            with explained(f"checkpoint {self._tag!r} is complete, but `latest` could not be moved to it"):
-                _point_latest(self._root, self._tag)
-        self._tidy([old] if replaces else [], keep_last)
+        self._replaced, self._placed = [old] if replaces else [], True
         return final
+
+    def take_back(self) -> None:
+        """Undo `place`, where it was done: another folder refused. Never raises: the next save mends what is left."""
+        if not self._placed:
+            return
+        final = self._root / self._tag
+        with suppress(OSError):
+            os.rename(final, self.path)
+            for old in self._replaced:
+                os.rename(old, final)
+        self._replaced, self._placed = [], False
+
+    def point(self) -> None:
+        """Move `latest` to it."""
+        with explained(f"checkpoint {self._tag!r} is complete, but `latest` could not be moved to it"):
+            _point_latest(self._root, self._tag)
 
     def close(self) -> None:
         """Remove what was not committed and free the lock. Never raises: the next save cleans what stays behind."""
@@ -227,11 +246,11 @@ class Staging:
                 "Save under another tag or directory, or move it away."
             )
 
-    def _tidy(self, replaced: list[Path], keep_last: int | None) -> None:
+    def tidy(self, keep_last: int | None) -> None:
         """Remove the replaced checkpoint and those beyond `keep_last`. The new one is safe: a failure is only said."""
         try:
             excess = _excess(self._root, keep_last) if keep_last else []
-            for directory in [*replaced, *(self._root / tag for tag in excess if tag != self._tag)]:
+            for directory in [*self._replaced, *(self._root / tag for tag in excess if tag != self._tag)]:
                 _discard(self._root, directory)
         except (OSError, CheckpointError) as error:
             logger.warning("checkpoint %r is saved, but an older one could not be removed: %s", self._tag, error)
@@ -278,7 +297,7 @@ def _repair(root: Path) -> None:
     """Put right what interrupted saves left. The lock is held, so nobody is writing any of it."""
     for entry in sorted(os.listdir(root)):
         path = root / entry
-        if entry.startswith(_TEMP):
+        if entry.startswith(TEMP):
             logger.info("removing what an interrupted save left: %s", path)
             _remove(path)
         elif entry.startswith(_OLD):
@@ -292,7 +311,7 @@ def _repair(root: Path) -> None:
 
 def _discard(root: Path, directory: Path) -> None:
     """Remove a checkpoint; one rename first, so that no half of it can ever be taken for a whole."""
-    junk = root / f"{_TEMP}discard-{secrets.token_hex(4)}"
+    junk = root / f"{TEMP}discard-{secrets.token_hex(4)}"
     os.rename(directory, junk)
     _remove(junk)
 
@@ -304,7 +323,8 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
-def _check_space(root: Path, nbytes: int) -> None:
+def check_space(root: Path, nbytes: int) -> None:
+    """Refuse to save what does not fit, before its first byte."""
     free = shutil.disk_usage(root).free
     if free < nbytes:
         raise CheckpointError(
@@ -314,7 +334,7 @@ def _check_space(root: Path, nbytes: int) -> None:
 
 
 def _point_latest(root: Path, tag: str) -> None:
-    aside = root / f"{_TEMP}{LATEST}-{secrets.token_hex(4)}"
+    aside = root / f"{TEMP}{LATEST}-{secrets.token_hex(4)}"
     fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         try:

@@ -120,6 +120,10 @@ class Index:
     crc32: int
     """Checksum of the content: two ranks with equal ones look at the same checkpoint."""
     content: Content
+    lacking: frozenset[str] = frozenset()
+    """Files that are in other nodes' folders; none where all ranks see one folder."""
+    fetched: Path | None = None
+    """Where those of them are that have been brought here."""
 
     @cached_property
     def facts(self) -> dict[str, Any]:
@@ -160,6 +164,10 @@ class Index:
         encoded = plain.encode(facts, path="facts")
         return replace(self, content=self.content.model_copy(update={"tensors": named, "facts": encoded}))
 
+    def place(self, file: str) -> Path:
+        """Where `file` is."""
+        return (self.fetched if self.fetched and file in self.lacking else self.directory) / file
+
     def damaged(self, file: str, fault: str) -> CheckpointError:
         """The error that says that `file` is not what was written."""
         return CheckpointError(f"checkpoint {self.directory}: {file}: {fault}. {_MEND}")
@@ -190,8 +198,8 @@ def read_index_bytes(directory: Path) -> bytes:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}.") from error
 
 
-def parse_index(raw: bytes, *, directory: Path, tag: str) -> Index:
-    """The checkpoint in `directory` whose index is `raw`.
+def parse_index(raw: bytes, *, directory: Path, tag: str, local: bool = False) -> Index:
+    """The checkpoint in `directory` whose index is `raw`; with `local` other folders may have some of its files.
 
     Raises CheckpointError, before anything large is allocated, where the index does not hold together or a file that
     it names is missing or has another size.
@@ -209,7 +217,8 @@ def parse_index(raw: bytes, *, directory: Path, tag: str) -> Index:
             fault = _entry_fault(Key(kind, name), entry, content)
             if fault:
                 raise CheckpointError(f"{path}: {Key(kind, name)}: {fault}. {_MEND}")
-    index = Index(directory, tag, crc32, content)
+    lacking = frozenset(file for file in content.files if local and not (directory / file).exists())
+    index = Index(directory, tag, crc32, content, lacking)
     _check_ties(index)
     _check_files(index)
     return index
@@ -296,7 +305,8 @@ def _check_files(index: Index) -> None:
         fault = tiling_fault(file.size, [Interval(0, file.head, "its header"), *held[name]])
         if fault:
             raise index.damaged(INDEX, f"bytes of {name}: {fault}")
-        _check_size(index, name, file)
+        if name not in index.lacking:
+            _check_size(index, name, file)
     if STATE not in index.content.files:
         raise index.damaged(INDEX, f"{STATE} is not listed")
 
@@ -304,7 +314,9 @@ def _check_files(index: Index) -> None:
 def _check_size(index: Index, name: str, file: FileEntry) -> None:
     path = index.directory / name
     if not path.is_file():
-        raise index.damaged(name, "the file is missing")
+        raise index.damaged(
+            name, "the file is missing (it may be in another node's folder, if that is how it was saved)"
+        )
     size = path.stat().st_size
     if size != file.size:
         raise index.damaged(name, f"the file has {size} bytes, {file.size} were written")

@@ -11,7 +11,9 @@ No rank, stage or split of the run that saved plays a part.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +23,7 @@ import torch
 from sheer.checkpoint import plain
 from sheer.checkpoint.folder import explained, locate, tag_of
 from sheer.checkpoint.index import RNG, STATE, Index, parse_index, read_index_bytes
+from sheer.checkpoint.local import open_here
 from sheer.checkpoint.mapped import Reading, Source
 from sheer.checkpoint.ranks import Axis, on_first, together
 from sheer.checkpoint.reader import Reader, Request, convertible, host_empty, read_small
@@ -86,8 +89,13 @@ def open_checkpoint(root: str | os.PathLike[str], tag: str | None = None) -> Ind
         return parse_index(read_index_bytes(directory), directory=directory, tag=tag_of(directory))
 
 
-def open_together(root: str | os.PathLike[str], tag: str | None = None, *, axis: Axis, timeout: float = 120.0) -> Index:
-    """`open_checkpoint` for all ranks: rank 0 decides which checkpoint it is. Collective on `axis`."""
+def open_together(
+    root: str | os.PathLike[str], tag: str | None = None, *, axis: Axis, local: bool = False, timeout: float = 120.0
+) -> Index:
+    """`open_checkpoint` for all ranks: rank 0 decides which checkpoint it is. Collective on `axis`.
+
+    With `local`, `root` is each rank's own folder or its node's, as in `save`; load it with `at_hand`.
+    """
     axis.assemble(f"load_checkpoint(tag={tag!r})", timeout=timeout)
     doing = f"opening checkpoint {tag or 'latest'!r} in {root}"
 
@@ -96,7 +104,17 @@ def open_together(root: str | os.PathLike[str], tag: str | None = None, *, axis:
         return directory, read_index_bytes(directory)
 
     directory, raw = on_first(axis, doing, choose)
+    if local:
+        alone = on_first(axis, doing, lambda: directory == Path(root))
+        here = partial(open_here, Path(root), raw, tag=tag_of(directory), alone=alone)
+        return together(axis, doing, here)
     return together(axis, doing, lambda: parse_index(raw, directory=directory, tag=tag_of(directory)))
+
+
+@contextmanager
+def as_it_is(index: Source, requests: Sequence[Request], *, axis: Axis) -> Iterator[Source]:
+    """All ranks see all of it."""
+    yield index
 
 
 def load(
@@ -105,6 +123,7 @@ def load(
     wanted: Sequence[Shard],
     axis: Axis,
     reader: Callable[[Any], Reading] = Reader,
+    fetch: Callable[..., AbstractContextManager[Any]] = as_it_is,
     fresh: Sequence[Shard] = (),
     kinds: Collection[str] | None = None,
     ties: Mapping[str, str] | None = None,
@@ -115,7 +134,7 @@ def load(
     """Fill the data of the `wanted` shards from the checkpoint, on all ranks or on none. Collective on `axis`.
 
     `fresh` ones are wanted too, and nobody looks at their memory unless this returns: they are read in place. `reader`
-    is what reads such a source.
+    is what reads such a source, `fetch` what brings it together before: `at_hand` where folders are local.
 
     Other dtypes convert where the value keeps its meaning (fp32 to bf16; never fractions to integers). `kinds` limits
     what is loaded and what can be unexpected; others among `wanted` are left alone. `ties` maps aliases of this model
@@ -138,7 +157,7 @@ def load(
     found: list[_Findings] = axis.gather_objects(_judge(index, sources, merge_states=allow_unexpected))
     report = together(axis, doing, lambda: _decide(index, found, kinds, allow_missing, allow_unexpected))
     available = [source for source in sources if source.stored]
-    with reader(index) as reading:
+    with fetch(index, _requests(available, all_stored=True), axis=axis) as source, reader(source) as reading:
         nbytes = together(axis, doing, lambda: _verify(reading, available, compare=not allow_unexpected))
         in_use = _requests(source for source in available if not source.fresh)
         try:
@@ -327,8 +346,13 @@ def _shape(index: Source, key: Key) -> tuple[int, ...]:
     return entry.shape
 
 
-def _requests(sources: Iterable[_Source]) -> list[Request]:
-    return [Request(source.stored[0], s.start, s.data.detach(), s.rest) for source in sources for s in (source.shard,)]
+def _requests(sources: Iterable[_Source], *, all_stored: bool = False) -> list[Request]:
+    """For each source what it is filled from; with `all_stored` also what that is compared with."""
+    return [
+        Request(key, shard.start, shard.data.detach(), shard.rest)
+        for shard, stored, _ in sources
+        for key in (stored if all_stored else stored[:1])
+    ]
 
 
 def _verify(reading: Reading, sources: Sequence[_Source], *, compare: bool) -> int:

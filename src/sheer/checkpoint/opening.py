@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 
 from sheer.checkpoint.folder import check_tag, find
 from sheer.checkpoint.formats import Found, find_foreign
-from sheer.checkpoint.loading import open_together, read_rng, read_state
+from sheer.checkpoint.loading import as_it_is, open_together, read_rng, read_state
+from sheer.checkpoint.local import at_hand
 from sheer.checkpoint.mapped import Mapped, MappedReader, Reading, Source
 from sheer.checkpoint.ranks import Axis, on_first, together
 from sheer.checkpoint.reader import Reader
@@ -29,6 +31,8 @@ class Opened:
     """This rank's generator states; None where the run that saved had no such rank."""
     reader: Callable[[Any], Reading]
     """What reads `index`."""
+    fetch: Callable[..., AbstractContextManager[Any]]
+    """What brings it together before."""
     said: tuple[str, ...]
     """What a person should know of how it was read."""
 
@@ -39,12 +43,14 @@ def open_any(
     *,
     axis: Axis,
     groups: Callable[[], Sequence[Sequence[str]] | None],
+    local: bool,
     timeout: float,
 ) -> Opened | None:
     """Open the checkpoint `tag` in `root` (the latest, or `root` itself); None where `tag` is None and there is none.
 
     Collective on `axis`: rank 0 decides which it is. `groups` gives the names of the parameters in each optimizer
-    group, for formats that number them; it is called on all ranks where another project wrote the checkpoint.
+    group, for formats that number them; it is called on all ranks where another project wrote the checkpoint. With
+    `local`, `root` is each rank's own folder or its node's.
     Raises CheckpointError on every rank where it cannot be read.
     """
     axis.assemble("load_checkpoint", timeout=timeout)
@@ -56,16 +62,21 @@ def open_any(
         return together(axis, f"loading checkpoint {foreign.path}", lambda: _open_foreign(foreign, named))
     if tag is None and not on_first(axis, "load_checkpoint", lambda: find(root) is not None):
         return None
-    index = open_together(root, tag, axis=axis, timeout=timeout)
+    index = open_together(root, tag, axis=axis, local=local, timeout=timeout)
+    doing = f"loading checkpoint {index.directory}"
+    if local:  # rank 0's folder has all but the tensors of others
+        state = on_first(axis, doing, lambda: read_state(index))
+        rngs = on_first(axis, doing, lambda: [read_rng(index, rank) for rank in range(axis.size)])
+        return Opened(index, state, rngs[axis.rank], Reader, at_hand, ())
 
     def read() -> Opened:
-        return Opened(index, read_state(index), read_rng(index, axis.rank), Reader, ())
+        return Opened(index, read_state(index), read_rng(index, axis.rank), Reader, as_it_is, ())
 
-    return together(axis, f"loading checkpoint {index.directory}", read)
+    return together(axis, doing, read)
 
 
 def _open_foreign(found: Found, groups: Sequence[Sequence[str]] | None) -> Opened:
     foreign = found.read(groups)
     facts = {**foreign.facts, "ties": foreign.ties}
     source = Mapped.of(found.path, shards=foreign.shards, facts=facts)
-    return Opened(source, foreign.full_state, None, MappedReader, tuple(foreign.said))
+    return Opened(source, foreign.full_state, None, MappedReader, as_it_is, tuple(foreign.said))

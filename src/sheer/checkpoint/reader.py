@@ -141,7 +141,7 @@ class Reader:
             return self._files[file]
         if len(self._files) >= _MOST_OPEN:
             os.close(self._files.pop(next(iter(self._files))))
-        fd = self._files[file] = os.open(self._index.directory / file, os.O_RDONLY)
+        fd = self._files[file] = os.open(self._index.place(file), os.O_RDONLY)
         entry = self._index.content.files[file]
         head = memoryview(bytearray(entry.head))
         if _read_fully(fd, head, 0) < entry.head or zlib.crc32(head) != entry.crc32:
@@ -208,7 +208,7 @@ def _nobody(nbytes: int) -> None:
 def read_small(index: Index, file: str) -> bytes:
     """The whole of a file that is under one checksum."""
     try:
-        data = (index.directory / file).read_bytes()
+        data = index.place(file).read_bytes()
     except OSError as error:
         raise index.damaged(file, f"it cannot be read ({error.strerror or error})") from error
     if zlib.crc32(data) != index.content.files[file].crc32:

@@ -8,7 +8,8 @@ are `begin`, the others `finish`: between them the tensors may be copied, to be 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,11 +18,11 @@ import safetensors.torch
 import torch
 
 from sheer.checkpoint import checksum, plain
-from sheer.checkpoint.folder import Staging, check_tag, explained, tag_of
+from sheer.checkpoint.folder import Staging, check_space, check_tag, explained, tag_of
 from sheer.checkpoint.index import BLOCK, INDEX, RNG, STATE, parse_index, read_index_bytes, render_index, ties_fault
 from sheer.checkpoint.ranks import Axis, on_first, together
 from sheer.checkpoint.shard import Interval, Key, Shard, check_shards, tiling_fault
-from sheer.checkpoint.tensorfile import Tensors, Written, stored_nbytes, write_bytes, write_shards
+from sheer.checkpoint.tensorfile import Tensors, Written, small_entry, stored_nbytes, write_bytes, write_shards
 from sheer.errors import CheckpointError
 
 _SPARE = 1 << 20  # room for directory entries and for what the file system itself takes
@@ -55,7 +56,7 @@ class _Documents(NamedTuple):
 
 
 class _Aside(NamedTuple):
-    """What rank 0 tells the others of the directory to write to."""
+    """The directory that a rank writes to."""
 
     path: Path
     checksum: str
@@ -73,6 +74,7 @@ def save(
     axis: Axis,
     save_latest: bool = True,
     keep_last: int | None = None,
+    local: bool = False,
     timeout: float = 120.0,
 ) -> Path:
     """Save one checkpoint as `root/tag` and return that path. Collective on `axis`.
@@ -82,6 +84,9 @@ def save(
     from rank 0 and come back equal; `rng` holds this rank's generator states. An existing checkpoint of that tag is
     replaced and stays loadable until the new one is complete. `keep_last` removes all but that many of the newest
     checkpoints once the new one is committed. A rank that does not come within `timeout` seconds is named.
+
+    `root` is one folder that all ranks see; with `local` it is each rank's own, or its node's: it gets what the ranks
+    that see it hold, and all else but the tensors of others.
 
     Raises CheckpointError on every rank, with what was there before unchanged, when a tag, shard or value cannot be
     saved, the ranks disagree, another save to `root` is in progress, or the disk refuses.
@@ -96,6 +101,7 @@ def save(
         axis=axis,
         save_latest=save_latest,
         keep_last=keep_last,
+        local=local,
         timeout=timeout,
     )
     return finish(begun, shards, axis=axis)
@@ -109,7 +115,8 @@ class Begun(NamedTuple):
     documents: _Documents
     offers: list[_Offer]
     staging: list[Staging]
-    """On rank 0, the one."""
+    """On rank 0, and where folders are local on one rank for each, the one."""
+    local: bool
     save_latest: bool
     keep_last: int | None
 
@@ -130,6 +137,7 @@ def begin(
     axis: Axis,
     save_latest: bool = True,
     keep_last: int | None = None,
+    local: bool = False,
     timeout: float = 120.0,
 ) -> Begun:
     """The first half of `save`; `finish` or `close` it. Collective on `axis`."""
@@ -140,28 +148,62 @@ def begin(
     offers: list[_Offer] = axis.gather_objects(offer)
     staging: list[Staging] = []
     try:
-        aside = on_first(axis, doing, lambda: _prepare(Path(root), offers, documents, staging))
+        aside = on_first(axis, doing, lambda: _prepare(Path(root), offers, documents, staging, local=local))
+        if local:
+            aside = _own_place(Path(root), aside, offers, staging, axis=axis, doing=doing)
     except BaseException:
         for opened in staging:
             opened.close()
         raise
-    return Begun(doing, aside, documents, offers, staging, save_latest, keep_last)
+    return Begun(doing, aside, documents, offers, staging, local, save_latest, keep_last)
 
 
 def finish(begun: Begun, shards: Sequence[Shard], *, axis: Axis) -> Path:
     """Write and commit what was begun; the checkpoint's path. Collective on `axis`, which may be another one of the
     same ranks; `shards` may be copies of those that it was begun with."""
-
-    def complete() -> Path:
-        _complete(begun.aside, parts, begun.documents, begun.offers)
-        return begun.staging[0].commit(save_latest=begun.save_latest, keep_last=begun.keep_last)
-
     try:
         written = together(axis, begun.doing, lambda: _write(begun.aside, axis.rank, shards))
         parts: list[Written] = axis.gather_objects(written)
-        return on_first(axis, begun.doing, complete)
+        commit = _commit_everywhere if begun.local else _commit_once
+        return commit(begun, parts, axis)
     finally:
         begun.close()
+
+
+def _commit_once(begun: Begun, parts: Sequence[Written], axis: Axis) -> Path:
+    """In the one folder, by rank 0."""
+
+    def commit() -> Path:
+        staging = begun.staging[0]
+        _complete(staging.path, _closing_files(begun, parts), local=False)
+        final = staging.place()
+        if begun.save_latest:
+            staging.point()
+        staging.tidy(begun.keep_last)
+        return final
+
+    return on_first(axis, begun.doing, commit)
+
+
+def _commit_everywhere(begun: Begun, parts: Sequence[Written], axis: Axis) -> Path:
+    """In each node's folder, a phase at a time on all. Rank 0's `latest` moves last: what it names is whole."""
+
+    def each(work: Callable[[Staging], object], *, here: bool = True) -> None:
+        together(axis, begun.doing, lambda: [work(staging) for staging in begun.staging if here])
+
+    closing = on_first(axis, begun.doing, lambda: _closing_files(begun, parts))
+    each(lambda staging: _complete(staging.path, closing, local=True))
+    try:
+        each(Staging.place)
+    except BaseException:
+        for staging in begun.staging:
+            staging.take_back()
+        raise
+    if begun.save_latest:
+        each(Staging.point, here=axis.rank > 0)
+        each(Staging.point, here=axis.rank == 0)
+    each(lambda staging: staging.tidy(begun.keep_last))
+    return begun.aside.path.parent / begun.offers[0].tag
 
 
 def _documents(facts: Mapping[str, Any], state: Mapping[str, Any], keep_last: int | None) -> _Documents:
@@ -178,7 +220,9 @@ def _offer(tag: str, shards: Sequence[Shard], rng: Mapping[str, torch.Tensor]) -
     return _Offer(check_tag(tag), held, stored_nbytes(shards), states)
 
 
-def _prepare(root: Path, offers: Sequence[_Offer], documents: _Documents, staging: list[Staging]) -> _Aside:
+def _prepare(
+    root: Path, offers: Sequence[_Offer], documents: _Documents, staging: list[Staging], *, local: bool
+) -> _Aside:
     """Rank 0: check that the ranks' offers make one whole checkpoint, and make the directory to write it to."""
     tags = {offer.tag: rank for rank, offer in reversed(list(enumerate(offers)))}
     if len(tags) > 1:
@@ -189,9 +233,43 @@ def _prepare(root: Path, offers: Sequence[_Offer], documents: _Documents, stagin
     fault = ties_fault(ties, {key.name for key in stored if key.kind in ("param", "buffer")})
     if fault:
         raise CheckpointError(f"{fault}.")
-    nbytes = sum(offer.nbytes + 400 * len(offer.held) + len(offer.rng) for offer in offers)
+    nbytes = 0 if local else _nbytes(offers)  # whose folders are one is not known yet
     staging.append(Staging(root, offers[0].tag, nbytes=nbytes + len(documents.state) + _SPARE))
     return _Aside(staging[0].path, checksum.preferred())
+
+
+def _nbytes(offers: Iterable[_Offer]) -> int:
+    return sum(offer.nbytes + 400 * len(offer.held) + len(offer.rng) for offer in offers)
+
+
+def _own_place(
+    root: Path, first: _Aside, offers: Sequence[_Offer], staging: list[Staging], *, axis: Axis, doing: str
+) -> _Aside:
+    """The directory in this rank's folder, made by one of the ranks that see that folder. Collective."""
+    place = root / first.path.name
+    seen: list[bool] = axis.gather_objects(place.is_dir())  # of rank 0's making, before others make theirs
+    refusal = together(axis, doing, lambda: None if seen[axis.rank] else _claim(root, place, offers, staging))
+
+    def find() -> tuple[str, int, int]:
+        if refusal is not None and not place.is_dir():
+            raise refusal
+        there = place.stat()
+        return socket.gethostname(), there.st_dev, there.st_ino
+
+    mine = together(axis, doing, find)
+    folders: list[tuple[str, int, int]] = axis.gather_objects(mine)
+    sharing = [offer for offer, folder in zip(offers, folders, strict=True) if folder == mine]
+    together(axis, doing, lambda: check_space(root, _nbytes(sharing) + _SPARE))
+    return first._replace(path=place)
+
+
+def _claim(root: Path, place: Path, offers: Sequence[_Offer], staging: list[Staging]) -> CheckpointError | None:
+    """Make `place`; why not, which is no fault where another rank was faster."""
+    try:
+        staging.append(Staging(root, offers[0].tag, nbytes=_SPARE, name=place.name))
+    except CheckpointError as error:
+        return error
+    return None
 
 
 def _check_whole(offers: Sequence[_Offer]) -> set[Key]:
@@ -218,30 +296,35 @@ def _write(aside: _Aside, rank: int, shards: Sequence[Shard]) -> Written:
     path = aside.path
     if not path.is_dir():
         raise CheckpointError(
-            f"{path}, which rank 0 made, cannot be seen from rank {rank}. All ranks save to one shared directory."
+            f"{path}, which rank 0 made, cannot be seen from rank {rank}. All ranks save to one shared directory, or "
+            "set checkpoint.use_node_local_storage."
         )
     with explained(f"cannot write to {path}"):
         return write_shards(path / f"rank{rank:05d}.safetensors", shards, checksum=checksum.named(aside.checksum))
 
 
-def _complete(aside: _Aside, parts: Sequence[Written], documents: _Documents, offers: Sequence[_Offer]) -> None:
-    """Rank 0: write what is not a rank's own, then open the result as a reader would."""
+def _closing_files(begun: Begun, parts: Sequence[Written]) -> dict[str, bytes]:
+    """What is in every folder and no rank's own, the index last."""
+    closing = {STATE: begun.documents.state, RNG: _merge_rng([offer.rng for offer in begun.offers])}
     files = {name: entry for part in parts for name, entry in part.files.items()}
-    path = aside.path
+    content = {
+        "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "world": len(parts),
+        "block": BLOCK,
+        "checksum": begun.aside.checksum,
+        "files": files | {name: small_entry(data) for name, data in closing.items()},
+        "facts": begun.documents.facts,
+        "tensors": _merge_tensors([part.tensors for part in parts]),
+    }
+    return {**closing, INDEX: render_index(content)}
+
+
+def _complete(path: Path, closing: Mapping[str, bytes], *, local: bool) -> None:
+    """Write what is no rank's own, then open the result as a reader would."""
     with explained(f"cannot write to {path}"):
-        files[STATE] = write_bytes(path / STATE, documents.state)
-        files[RNG] = write_bytes(path / RNG, _merge_rng([offer.rng for offer in offers]))
-        content = {
-            "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "world": len(parts),
-            "block": BLOCK,
-            "checksum": aside.checksum,
-            "files": files,
-            "facts": documents.facts,
-            "tensors": _merge_tensors([part.tensors for part in parts]),
-        }
-        write_bytes(path / INDEX, render_index(content))
-        parse_index(read_index_bytes(path), directory=path, tag=tag_of(path))
+        for name, data in closing.items():
+            write_bytes(path / name, data)
+        parse_index(read_index_bytes(path), directory=path, tag=tag_of(path), local=local)
 
 
 def _merge_tensors(parts: Sequence[Tensors]) -> Tensors:

@@ -66,12 +66,16 @@ def write_shards(path: Path, shards: Sequence[Shard], *, checksum: Checksum) -> 
     return Written({path.name: entry}, tensors)
 
 
-def write_bytes(path: Path, data: bytes) -> dict[str, int]:
-    """Write the new file `path` and flush it; its `index.FileEntry` as JSON data, all of it under one checksum."""
+def small_entry(data: bytes) -> dict[str, int]:
+    """The `index.FileEntry` of a file that is `data`, all of it under one checksum, as JSON data."""
+    return {"size": len(data), "head": len(data), "crc32": zlib.crc32(data)}
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write the new file `path` and flush it."""
     with path.open("xb", buffering=0) as file:
         write_fully(file.fileno(), data)
         os.fsync(file.fileno())
-    return {"size": len(data), "head": len(data), "crc32": zlib.crc32(data)}
 
 
 def write_fully(fd: int, data: bytes | memoryview) -> None:

@@ -210,7 +210,6 @@ _BLOCKS = {
         "universal checkpoint format: every checkpoint of Sheer loads at any number of ranks",
         off=(False,),
     ),
-    "checkpoint.use_node_local_storage": _absent(_FLAG, "node-local checkpoints: use a shared path", off=(False,)),
     "checkpoint.parallel_write.pipeline_stage": _tunes(_FLAG, "Every rank writes its own pieces."),
     "checkpoint.checkpoint_serialization": _tunes(_FLAG, "Sheer writes safetensors."),
     "checkpoint.writer": _tunes(Object(), "Sheer has one writer; for `decoupled` saves set checkpoint.async_save."),

@@ -176,6 +176,9 @@ class Checkpoint(Section):
     """What happens when ranks ask to save under different tags."""
     keep_last: Annotated[int | None, Maybe(Whole(minimum=1))] = None
     """Keep only this many of the newest checkpoints in a directory; null keeps all."""
+    use_node_local_storage: OnOff = False
+    """The folder is each node's own (or each rank's): it gets what the ranks that see it hold. A load brings what a
+    rank needs from the nodes that have it."""
     async_save: OnOff = False
     """`save_checkpoint` returns once everything is copied to host memory, and a thread writes it beside training;
     unless the call says otherwise by `blocking`."""
