@@ -125,7 +125,5 @@ def main(root: Path, scenario: str) -> None:
 
 
 if __name__ == "__main__":
-    os.fsync = lambda fd: (
-        None
-    )  # a kill loses nothing that was written, and most of the time is waiting for it otherwise
+    os.fsync = lambda fd: None  # a kill loses nothing that was written; it takes most of the time
     main(Path(sys.argv[1]), sys.argv[2])

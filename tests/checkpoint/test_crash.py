@@ -61,9 +61,7 @@ def save_shard_of_rank(root: Path, tag: str, shards: Sequence[Shard], axis: Axis
 def test_refused_at_any_call_every_rank_gets_an_error_and_nothing_is_lost(
     tmp_path: Path, scenario: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        os, "fsync", lambda fd: None
-    )  # no power will fail; most of the time is waiting for it otherwise
+    monkeypatch.setattr(os, "fsync", lambda fd: None)  # no power will fail; it takes most of the time
     shards = cut("param", "w", faults.value(2), cuts=[300])
     tag = "step1" if scenario == "same tag" else "step9"
     refused = 0

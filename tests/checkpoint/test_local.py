@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,22 @@ def test_what_is_not_whole_is_an_error_on_all(nodes: list[Path], harm: Callable[
             raise error or AssertionError
 
 
+@pytest.mark.parametrize("killed", [0, 2])
+def test_killed_between_the_folders_the_tag_is_whole_still(nodes: list[Path], killed: int) -> None:
+    """The node of rank `killed` has not taken over the version that replaces a tag, or all others have not."""
+    on_ranks(3, save_on(nodes, "t", VALUE + 1))
+    before = nodes[killed].parent / "before"
+    shutil.copytree(nodes[killed] / "t", before)
+    other = nodes[2 - killed]
+    shutil.copytree(other / "t", other / ".aside")
+    on_ranks(3, save_on(nodes, "t", VALUE))
+    os.rename(nodes[killed] / "t", nodes[killed] / ".tmp-t-0badcafe")
+    os.rename(before, nodes[killed] / "t")
+    os.rename(other / ".aside", other / ".old-t")
+    expected = VALUE + 1 if killed == 0 else VALUE
+    assert all(torch.equal(value, expected) for value, _ in on_ranks(3, load_on(nodes)))
+
+
 def test_a_save_of_others_to_one_of_the_folders_is_refused_on_all(nodes: list[Path]) -> None:
     on_ranks(3, save_on(nodes, "t"))
     with (nodes[2] / ".lock").open("r+") as lock:
@@ -135,9 +152,7 @@ def test_a_save_of_others_to_one_of_the_folders_is_refused_on_all(nodes: list[Pa
 
 @pytest.mark.parametrize("tag", ["new", "old"])
 def test_refused_at_any_call_what_latest_names_is_whole_everywhere(tmp_path: Path, tag: str, monkeypatch) -> None:
-    monkeypatch.setattr(
-        os, "fsync", lambda fd: None
-    )  # no power will fail; most of the time is waiting for it otherwise
+    monkeypatch.setattr(os, "fsync", lambda fd: None)  # no power will fail; it takes most of the time
     old, new = VALUE[:2000].clone(), VALUE[:2000] + 1
     refused = 0
     for at in range(10_000):

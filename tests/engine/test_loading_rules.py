@@ -175,3 +175,28 @@ def test_a_schedule_of_other_groups_is_refused(tmp_path: Path) -> None:
     assert_same(snapshot(engine), before)
     engine.load_checkpoint(tmp_path, reset_optimizer=True, load_lr_scheduler_states=False)
     train(engine, Case(), range(1))
+
+
+@everywhere
+@pytest.mark.parametrize("stages", [(1, 0), (0, 3), (3, 1)])
+def test_a_folder_for_each_rank(stages: tuple[int, int], tmp_path: Path) -> None:
+    """As nodes have; what a rank needs of the others is brought, and random states come with it."""
+    local = {"checkpoint": {"use_node_local_storage": True}}
+    case = case_of(stages[0], **local)
+    folder = tmp_path / f"{case.rank}"
+    first = start(odd(), case)
+    train(first, case, range(2))
+    first.save_checkpoint(folder)
+    first.save_checkpoint(tmp_path / "beside" / f"{case.rank}", blocking=False)
+    first.wait_for_checkpoint()
+    shown = values(first.module)
+    first.destroy()
+    for place in (folder, tmp_path / "beside" / f"{case.rank}"):
+        other = case_of(stages[1], **local)
+        engine = start(odd(seed=4), other)
+        torch.manual_seed(99)
+        assert engine.load_checkpoint(place, tag="global_step2")[0] == str(place / "global_step2")
+        assert_same(values(engine.module), shown)
+        assert engine.global_steps == 2
+        train(engine, other, range(1))
+        engine.destroy()

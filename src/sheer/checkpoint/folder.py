@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import os
 import secrets
 import shutil
@@ -110,6 +111,11 @@ def tag_of(directory: Path) -> str:
     return directory.resolve().name.removeprefix(_OLD)
 
 
+def versions(root: Path, tag: str) -> list[Path]:
+    """Where checkpoint `tag`, or one that is about to replace it or was replaced by it, may be; its own place first."""
+    return [root / tag, root / f"{_OLD}{tag}", *sorted(root.glob(f"{TEMP}{glob.escape(tag)}-*"))]
+
+
 def _directory(root: Path, tag: str) -> Path | None:
     """Where checkpoint `tag` is now: in its place, or put aside by a save that was interrupted."""
     places = (root / tag, root / f"{_OLD}{tag}")
@@ -203,26 +209,24 @@ class Staging:
         final, old = self._root / self._tag, self._root / f"{_OLD}{self._tag}"
         with explained(f"cannot put checkpoint {self._tag!r} in place; the one before is as it was"):
             sync_directory(self.path)
-            replaces = final.exists()
-            if replaces:
-                os.rename(final, old)
             try:
+                if final.exists():
+                    os.rename(final, old)
+                    self._replaced = [old]
                 os.rename(self.path, final)
+                self._placed = True
+                sync_directory(self._root)
             except OSError:
-                if replaces:
-                    os.rename(old, final)
+                self.take_back()
                 raise
-            sync_directory(self._root)
-        self._replaced, self._placed = [old] if replaces else [], True
         return final
 
     def take_back(self) -> None:
-        """Undo `place`, where it was done: another folder refused. Never raises: the next save mends what is left."""
-        if not self._placed:
-            return
+        """Undo `place`, as far as it was done. Never raises: the next save mends what is left."""
         final = self._root / self._tag
         with suppress(OSError):
-            os.rename(final, self.path)
+            if self._placed:
+                os.rename(final, self.path)
             for old in self._replaced:
                 os.rename(old, final)
         self._replaced, self._placed = [], False

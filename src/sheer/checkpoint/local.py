@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sheer.checkpoint.folder import TEMP, explained, find
+from sheer.checkpoint.folder import TEMP, explained, versions
 from sheer.checkpoint.index import INDEX, Index, parse_index, read_index_bytes
 from sheer.checkpoint.ranks import Axis, together
 from sheer.checkpoint.reader import Request
@@ -20,9 +20,12 @@ from sheer.errors import CheckpointError
 def open_here(root: Path, raw: bytes, *, tag: str, alone: bool) -> Index:
     """This rank's part of the checkpoint `tag` whose index is `raw`; none of it where its folder has no such tag.
 
-    `alone`: `root` is the checkpoint's own folder.
+    `alone`: `root` is the checkpoint's own folder. A save that was killed while folders were committed may have left
+    this one aside, complete: it is where its index says.
     """
-    directory = root if alone else find(root, tag) or root / tag
+    places = [root] if alone else versions(root, tag)
+    same = (place for place in places if (place / INDEX).is_file() and read_index_bytes(place) == raw)
+    directory = next(same, places[0])
     if (directory / INDEX).is_file() and read_index_bytes(directory) != raw:
         raise CheckpointError(
             f"{directory} is another checkpoint than rank 0's of the same name. Load a tag that was saved by all nodes "
