@@ -504,7 +504,7 @@ class Gathering:
         """Let go of everything, whatever state it is in, and forget it."""
         for unit in self._units.values():
             self._let_go(unit)
-        self._units, self._open = {}, {}
+        self._units, self._open, self._unit_of = {}, {}, {}
 
 
 def _nothing(_over: Callable[[str], bool]) -> None:
