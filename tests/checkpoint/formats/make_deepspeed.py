@@ -29,6 +29,8 @@ GOLDEN = Path(__file__).parent / "golden"
 STEPS, MORE = 3, 3
 """Steps before the checkpoint and after it."""
 MICRO = 4
+LOAD = "load"
+"""In place of a kind: load what is in the folder, and train on."""
 _STATES = ("exp_avg", "exp_avg_sq")
 
 
@@ -227,6 +229,16 @@ def _make(kind: Kind, folder: Path) -> None:
             _convert(folder)
 
 
+def _load(folder: Path) -> None:
+    """Train on from the universal checkpoint in `folder`. DeepSpeed loads nothing frozen from it; that begins alike."""
+    kind = KINDS["zero1"]._replace(stage=2, extra={"checkpoint": {"load_universal": True}})
+    engine = _engine(kind, 0)
+    engine.load_checkpoint(str(folder))
+    after = _train(engine, kind, range(STEPS, STEPS + MORE))
+    if os.environ["RANK"] == "0":
+        (folder / "after.json").write_text(json.dumps(after))
+
+
 def _convert(folder: Path) -> None:
     """Leave only the universal form, which is what DeepSpeed's converter makes."""
     import shutil
@@ -256,7 +268,10 @@ def _rank_main(root: Path, kinds: list[str]) -> None:
     accelerator.create_op_builder = lambda name: None if name == "ShareMemCommBuilder" else builder(name)
     deepspeed.init_distributed("gloo")
     for name in kinds:
-        _make(KINDS[name], root / name)
+        if name == LOAD:
+            _load(root)
+        else:
+            _make(KINDS[name], root / name)
         torch.distributed.barrier()  # noqa: TID251
     sys.stdout.flush()
     os._exit(0)  # DeepSpeed's exit hooks wait for a monitor that was never there
@@ -268,27 +283,35 @@ def _rank_main(root: Path, kinds: list[str]) -> None:
 def make(root: Path, kinds: list[str]) -> None:
     """Make `root/KIND` for each of `kinds`, with one start of processes per world size."""
     for world in sorted({KINDS[name].world for name in kinds}):
-        these = [name for name in kinds if KINDS[name].world == world]
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        common = {"WORLD_SIZE": world, "LOCAL_SIZE": 64, "DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1"}
-        common |= {"MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-        command = [sys.executable, "-m", __spec__.name, "--rank", str(root), *these]
-        ranks = [
-            subprocess.Popen(
-                command,
-                env={**os.environ, **{k: str(v) for k, v in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()}},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(world)
-        ]
-        said = [process.communicate(timeout=300)[0] for process in ranks]
-        failed = [f"rank {i} of {these}:\n{said[i][-4000:]}" for i, process in enumerate(ranks) if process.returncode]
-        if failed:
-            raise RuntimeError("\n".join(failed))
+        _start(root, [name for name in kinds if KINDS[name].world == world], world=world)
+
+
+def load(folder: Path) -> None:
+    """Let DeepSpeed train on from the universal checkpoint in `folder`, on two ranks; `after.json` has the losses."""
+    _start(folder, [LOAD], world=2)
+
+
+def _start(root: Path, kinds: list[str], *, world: int) -> None:
+    """Run `_rank_main` on `world` processes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {"WORLD_SIZE": world, "LOCAL_SIZE": 64, "DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1"}
+    common |= {"MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.checkpoint.formats.make_deepspeed", "--rank", str(root), *kinds],
+            env={**os.environ, **{k: str(v) for k, v in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()}},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    said = [process.communicate(timeout=300)[0] for process in ranks]
+    failed = [f"rank {i} of {kinds}:\n{said[i][-4000:]}" for i, process in enumerate(ranks) if process.returncode]
+    if failed:
+        raise RuntimeError("\n".join(failed))
 
 
 def _make_golden(kinds: list[str]) -> None:

@@ -234,6 +234,41 @@ def test_the_module_alone_and_by_hand(tmp_path: Path) -> None:
     engine.destroy()
 
 
+# --- written ----------------------------------------------------------------------------------------------------------
+
+
+def exported(tmp_path: Path) -> tuple[Path, list[float]]:
+    """A run of this library as a universal checkpoint, and the losses of its next steps."""
+    kind = KINDS["zero1"]
+    model = Net(0)
+    config = {**maker.config(kind), "train_micro_batch_size_per_gpu": 2 * MICRO}
+    engine = sheer.initialize(model=model, optimizer=maker.optimizer(model), config=config)[0]
+    losses(engine, [[maker.batch(step, one) for one in range(2)] for step in range(STEPS)])
+    engine.save_checkpoint(tmp_path / "root", client_state={"mine": 3})
+    after = losses(engine, next_batches(kind, range(2)))
+    engine.destroy()
+    target = tmp_path / "universal"
+    assert main(["ckpt", "export", str(tmp_path / "root"), str(target), "--format", "deepspeed"]) == 0
+    return target, after
+
+
+def test_an_exported_universal_checkpoint_is_read_back(tmp_path: Path) -> None:
+    target, after = exported(tmp_path)
+    assert main(["ckpt", "import", str(target), str(tmp_path / "again")]) == 0
+    assert main(["ckpt", "diff", str(tmp_path / "root"), str(tmp_path / "again")]) == 0
+    engine = build(KINDS["zero1"], 2, micro=2 * MICRO)
+    assert engine.load_checkpoint(target)[1] == {"mine": 3}
+    assert losses(engine, next_batches(KINDS["zero1"], range(2))) == pytest.approx(after, rel=1e-5)
+    engine.destroy()
+
+
+def test_weights_alone_make_no_universal_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = unpacked("zero1", tmp_path)
+    assert main(["ckpt", "import", str(folder), str(tmp_path / "root"), "--weights-only"]) == 0
+    assert main(["ckpt", "export", str(tmp_path / "root"), str(tmp_path / "out"), "--format", "deepspeed"]) == 2
+    assert "has no optimizer state" in capsys.readouterr().err
+
+
 # --- refused ----------------------------------------------------------------------------------------------------------
 
 
@@ -311,3 +346,10 @@ def test_what_deepspeed_saves_now(tmp_path: Path) -> None:
         check_plain(tmp_path / name, KINDS[name])
     for name in PIPELINES:
         check_pipeline(tmp_path / name, KINDS[name])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed (the bench extra)")
+def test_deepspeed_trains_on_from_what_is_exported(tmp_path: Path) -> None:
+    target, after = exported(tmp_path)
+    maker.load(target)
+    assert json.loads((target / "after.json").read_text()) == pytest.approx(after, rel=1e-5)

@@ -22,8 +22,8 @@ def register(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     """Add `ckpt export`."""
     parser = actions.add_parser("export", help="write the weights as other projects' files")
     add_place(parser)
-    parser.add_argument("target", metavar="TARGET", help="the file, or folder (huggingface, dcp), to make")
-    parser.add_argument("--format", choices=("safetensors", "huggingface", "pt", "dcp"), required=True)
+    parser.add_argument("target", metavar="TARGET", help="the file, or folder, to make")
+    parser.add_argument("--format", choices=("safetensors", "huggingface", "pt", "dcp", "deepspeed"), required=True)
     parser.add_argument("--dtype", choices=_DTYPES, help="write floating-point tensors in this dtype")
     parser.add_argument("--file-size", type=_bytes, default=5 * 10**9, metavar="SIZE", help="huggingface: at most (5G)")
     parser.set_defaults(run=run)
@@ -50,13 +50,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _writer(args: argparse.Namespace) -> Callable[[Weights, Path], list[Path]]:
-    from sheer.checkpoint.formats import dcp, hugging_face, safetensors_file, torch_file
+    from sheer.checkpoint.formats import dcp, deepspeed, hugging_face, safetensors_file, torch_file
 
     writers: dict[str, Callable[[Weights, Path], list[Path]]] = {
         "safetensors": safetensors_file.write,
         "huggingface": lambda weights, target: hugging_face.write(weights, target, most_bytes=args.file_size),
         "pt": torch_file.write,
-        "dcp": dcp.write,  # with optimizer state
+        "dcp": dcp.write,  # with optimizer state, as the next
+        "deepspeed": deepspeed.write,
     }
     return writers[args.format]
 

@@ -2,7 +2,7 @@
 
 files.py      which file is what                       flat.py     masters and moments, cut by name
 universal.py  a folder per name                        layers.py   a pipeline's stages and layers
-run.py        counters, groups, schedule, loss scale
+run.py        counters, groups, schedule, loss scale   writing.py   the universal form
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from sheer.checkpoint.formats.deepspeed.flat import (
 from sheer.checkpoint.formats.deepspeed.layers import read_pipeline
 from sheer.checkpoint.formats.deepspeed.run import facts_of, state_of
 from sheer.checkpoint.formats.deepspeed.universal import read_universal
+from sheer.checkpoint.formats.deepspeed.writing import write
 from sheer.checkpoint.formats.foreign import Foreign, tied_names, whole
 from sheer.checkpoint.shard import check_shards
 from sheer.errors import CheckpointError
 
-__all__ = ["find", "read"]
+__all__ = ["find", "read", "write"]
 
 Run = Mapping[str, Any]
 """The content of the first model file."""
@@ -95,6 +96,9 @@ def _universal(files: Files, run: Run, groups: Sequence[Sequence[str]] | None) -
     trained = Trained()
     rest = read_universal(files.universal, _flattened(run), trained)
     read_frozen(files.parts, trained)
+    shapes = run.get("param_shapes") or ()
+    if len(shapes) == len(trained.settings):
+        trained.groups = {name: group for group, named in enumerate(shapes) for name in named}
     held = _held(run)  # its buffers are in their own dtype, in `rest` they are in fp32
     return _Parts(trained, {**rest, **held}, _ties(run, held, trained), _stage(run))
 

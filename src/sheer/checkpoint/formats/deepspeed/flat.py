@@ -29,6 +29,8 @@ class Trained:
         """The optimizer's groups."""
         self.scaler: Any = None
         self.names: set[str] = set()
+        self.groups: dict[str, int] = {}
+        """Parameter -> its group."""
         self.unreadable = ""
         """Why the files' optimizer state has no meaning here, if so."""
 
@@ -88,6 +90,7 @@ def read_stage_1_and_2(paths: Sequence[Path], shapes: Mapping[str, Sequence[int]
                 shape = tuple(shapes[name])
                 part = Part(name, shape, done.get(name, 0), low, count)
                 out.add(part, master=master, state=state)
+                out.groups[name] = group
                 done[name] = part.at + count
         out.settings, out.scaler = settings, content.get("loss_scaler")
 
@@ -99,7 +102,8 @@ def read_stage_3(paths: Sequence[Path], shapes: Shapes, out: Trained) -> None:
         content = field(read_file(path), "optimizer_state_dict", path=path)
         inner = field(content, "optimizer_state_dict", path=path)
         masters = field(content, "fp32_flat_groups", path=path)
-        settings = {number: group for group in field(inner, "param_groups", path=path) for number in group["params"]}
+        out.settings = field(inner, "param_groups", path=path)
+        home = {number: at for at, group in enumerate(out.settings) for number in group["params"]}
         for number, (master, named) in enumerate(zip(masters, shapes, strict=True)):
             low = 0
             for name, size in named.items():
@@ -107,11 +111,12 @@ def read_stage_3(paths: Sequence[Path], shapes: Shapes, out: Trained) -> None:
                 each = -(-numel // len(paths))
                 at = min(rank * each, numel)
                 part = Part(name, shape, at, low, min(each, numel - at))
-                out.add(part, master=master, state=_state(inner, number, settings[number]))
+                out.add(part, master=master, state=_state(inner, number, out.settings[home[number]]))
+                out.groups[name] = home[number]
                 low += each
             if low != master.numel():
                 raise CheckpointError(f"{path}: a flat tensor has {master.numel()} elements, its names have {low}.")
-        out.settings, out.scaler = field(inner, "param_groups", path=path), content.get("loss_scaler")
+        out.scaler = content.get("loss_scaler")
 
 
 def read_frozen(paths: Sequence[Path], out: Trained) -> None:
@@ -134,13 +139,14 @@ def read_by_memory(content: Mapping[str, Any], held: Mapping[str, torch.Tensor],
     views: dict[int, list[str]] = {}
     for name, tensor in held.items():
         views.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
-    for settings, master in zip(out.settings, content["fp32_groups_flat"], strict=True):
+    for group, (settings, master) in enumerate(zip(out.settings, content["fp32_groups_flat"], strict=True)):
         named = next((names for names in views.values() if _is_whole(held[names[0]], master)), None)
         if named is None:
             raise CheckpointError("no parameters have the values of one of the optimizer's masters; a file is damaged.")
         for name in named:
             part = Part(name, tuple(held[name].shape), 0, int(held[name].storage_offset()), held[name].numel())
             out.add(part, master=master, state=_state(inner, settings["params"][0], settings))
+            out.groups[name] = group
 
 
 def _is_whole(view: torch.Tensor, master: torch.Tensor) -> bool:
@@ -162,8 +168,9 @@ def read_by_number(
     inner = content.get("optimizer_state_dict", content)
     out.settings, out.scaler = inner["param_groups"], content if "cur_scale" in content else None
     masters = content.get("fp32_groups", [[None] * len(group) for group in names])
-    for settings, group, values in zip(out.settings, names, masters, strict=True):
+    for at, (settings, group, values) in enumerate(zip(out.settings, names, masters, strict=True)):
         for number, name, master in zip(settings["params"], group, values, strict=True):
+            out.groups[name] = at
             shape = tuple(held[name].shape)
             if master is not None:
                 out.names.add(name)

@@ -51,6 +51,7 @@ def read_pipeline(files: Files) -> Renamed:
         taken = set(out.names)
         out.shards += [_renamed(s, own[s.name]) for s in stage.shards if own[s.name] not in taken]
         out.names |= set(own.values())
+        out.groups.update({own[name]: group for name, group in stage.groups.items()})
         out.forms.update(stage.forms)
         out.settings, out.scaler = stage.settings, stage.scaler
     everything = {f"{number}.{local}": value for number, held in layers.items() for local, value in held.items()}

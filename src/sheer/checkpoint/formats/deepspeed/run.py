@@ -36,6 +36,7 @@ def facts_of(run: Mapping[str, Any], trained: Trained, *, stage: int) -> dict[st
             "precision": low[0] if low else "fp32",
         },
         "optimizer": {"forms": trained.forms},
+        "groups": trained.groups,
     }
     if trained.unreadable:
         facts["optimizer"]["unreadable"] = trained.unreadable
