@@ -266,12 +266,13 @@ class Engine(OffloadVerbs, BatchVerbs, CheckpointVerbs, CompileVerbs, DeepSpeedN
                 "the loss depends on no parameter that trains: it was computed under no_grad, detached, or every "
                 "parameter it uses is frozen"
             )
+        self._runtime.gathering.check_loss(loss)
         if self._runtime.gathering.learning and bool(loss.isnan()):
             self._teller.warn_once(
                 "nan at stage 3",
                 "the loss of the first step is not a number. At stage 3 a parameter is NaN where it is read outside "
-                "the call of its block (by the parent's forward, by block.forward(...), in the loss): read it "
-                "inside sheer.zero.GatheredParameters, backward included, or name other zero_optimization.blocks",
+                "the model's forward, or by another block without a gradient: read it inside "
+                "sheer.zero.GatheredParameters, or call sheer.zero.register_external_parameter(model, parameter)",
             )
 
     @contextmanager

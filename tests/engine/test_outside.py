@@ -14,7 +14,7 @@ import sheer
 import sheer.testing
 from sheer.errors import UsageError
 from tests.engine.models import Block, batches
-from tests.engine.oracle import Case, adamw, assert_same_model, engine_run, plain_run, start
+from tests.engine.oracle import Case, Step, adamw, assert_same_model, engine_run, plain_run, start
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 EAGERLY = {"compile": {"enabled": True, "backend": "aot_eager"}}
@@ -200,3 +200,31 @@ def test_what_a_user_compiles_stays_compiled() -> None:
     engine.destroy()
     assert model.blocks[1]._compiled_call_impl is not None
     assert model.blocks[0]._compiled_call_impl is None
+
+
+@pytest.mark.world_size(2)
+def test_a_parameter_read_for_the_loss_is_refused_or_right() -> None:
+    case, model, reference = here(), Deep(through), Deep(through)
+    engine, optimizer = start(model, case), adamw(reference)
+    data = batches(5, size=case.global_batch)
+
+    def with_decay(module: Any, tokens: torch.Tensor, rank: int, number: int) -> torch.Tensor:
+        inner = module if isinstance(module, Deep) else module.module
+        loss = module(tokens)
+        return loss + 0.1 * (inner.blocks[1].up.weight.square().sum() + inner.head.weight.square().sum())
+
+    ours = engine_run(engine, case, data[:1])
+    expected = plain_run(reference, case, data[:1], optimizer=optimizer)
+    with pytest.raises(UsageError, match=r"'blocks\.1\.up\.weight' was read after the forward, for the loss"):
+        engine_run(engine, case, data[1:2], call=with_decay)
+    for batch in data[1:3]:
+        with sheer.zero.GatheredParameters(model.blocks[1]):
+            loss = with_decay(engine, case.micro_batches(batch)[0][case.rank], case.rank, 0)
+            engine.backward(loss)
+        result = engine.step()
+        ours.append(Step(result.loss, result.grad_norm))
+    sheer.zero.register_external_parameter(model, model.blocks[1].up.weight)
+    ours += engine_run(engine, case, data[3:], call=with_decay)
+    expected += plain_run(reference, case, data[1:], optimizer=optimizer, call=with_decay)
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(expected), **TOLERANCE)
+    assert_same_model(model, reference, **TOLERANCE)

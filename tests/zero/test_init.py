@@ -241,3 +241,15 @@ def test_materialize_refuses_what_gets_no_value() -> None:
     case = Case(stage=3, world=2, rank=sheer.testing.rank())
     steps = engine_run(start(model, case), case, batches(3, size=case.global_batch))
     assert steps[0].loss > steps[-1].loss > 0
+
+
+@pytest.mark.world_size(2)
+def test_a_model_of_transformers_is_built_as_ever() -> None:
+    transformers = pytest.importorskip("transformers")
+    size = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 40, "n_positions": 16}
+    auto = {"train_batch_size": "auto", "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": "auto"}}
+    make = lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**size))  # noqa: E731
+    model = built(make, seed=sheer.testing.rank(), config_dict_or_path=auto)
+    torch.manual_seed(0)
+    assert all(built_place_of(param) is not None for param in model.parameters())
+    assert_same_model(model, make(), rtol=0, atol=0)

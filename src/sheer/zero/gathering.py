@@ -33,7 +33,7 @@ from sheer.errors import CommError, UsageError
 from sheer.zero.autograd import at_end_of_backward, inside_backward, weakly
 from sheer.zero.flat import ShardedFlat
 from sheer.zero.order import Walk, complete, merge
-from sheer.zero.outside import OutsideReads
+from sheer.zero.outside import OutsideReads, read_since, recorded
 from sheer.zero.units import ROOT
 
 
@@ -138,6 +138,7 @@ class Gathering:
         self._records: dict[Pass, list[tuple[str, ...]]] | None = {one: [] for one in self._walks}
         """What the first step has come to in each kind of pass; None once the plans are agreed."""
         self.turn(None)
+        self._forward_end = recorded()
         self._clock = 0
         self._depth = 0  # calls of the whole module that are running
         self._open: dict[Unit, _Opening] = {}
@@ -271,6 +272,7 @@ class Gathering:
         self._end(self._forward)
         if torch.is_grad_enabled():
             self._note(self._passes[0], self._forward)
+            self._forward_end = recorded()
 
     def _note(self, what: Pass, walk: Walk) -> None:
         if self._records is not None and what in self._records:
@@ -293,6 +295,23 @@ class Gathering:
         if self.learning:
             self._noticed.add(next(name for flat in unit.flats if (name := flat.name_of(param))))
         self._arrive(unit)
+
+    def check_loss(self, loss: torch.Tensor) -> None:
+        """Refuse a loss for which a parameter that is not here was read after the last forward.
+
+        Raises:
+            UsageError: naming it.
+        """
+        for param in read_since(self._forward_end, loss) if self._units else ():
+            unit = self._unit_of.get(id(param))
+            if unit is not None and unit.name != ROOT and not unit.pins:
+                name = next(name for flat in unit.flats if (name := flat.name_of(param)))
+                raise UsageError(
+                    f"parameter {name!r} was read after the forward, for the loss, where it is sharded (stage 3), so "
+                    "only a placeholder was. Read it inside the model's forward, or inside "
+                    f"sheer.zero.GatheredParameters with the backward in it too, or, once, for good: "
+                    "sheer.zero.register_external_parameter(model, parameter)"
+                )
 
     def enter(self, units: tuple[Unit, ...]) -> Call:
         """A call that needs `units` begins."""

@@ -77,3 +77,26 @@ def looks_at_values(func: Any) -> bool:
     if name in ("__get__", "__set__"):
         return getattr(func.__self__, "__name__", "") in _VALUES
     return name not in _HARMLESS
+
+
+def recorded() -> int:
+    """A moment, by what autograd has recorded in this thread; for `read_since`."""
+    moment: int = torch._C._autograd._get_sequence_nr()
+    return moment
+
+
+def read_since(moment: int, tensor: torch.Tensor) -> Iterator[torch.nn.Parameter]:
+    """Parameters that operations after `moment` read on the way to `tensor`. Looks at these operations only."""
+    seen: set[Any] = {None}
+    stack: list[Any] = [tensor.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node in seen or node._sequence_nr() < moment:
+            continue
+        seen.add(node)
+        for following, _ in node.next_functions:
+            param = getattr(following, "variable", None)
+            if isinstance(param, torch.nn.Parameter):
+                yield param
+            else:
+                stack.append(following)
