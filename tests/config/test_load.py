@@ -179,7 +179,7 @@ def test_other_spellings_that_deepspeed_accepts() -> None:
     assert config.zero_optimization.stage == 1
     assert config.steps_per_print is None
     assert config.communication_data_type == "fp32"
-    assert config.checkpoint.tag_validation == "Fail"
+    assert "checkpoint.tag_validation" in config.without_effect
     assert config.scheduler is None
     assert not config.fp16.enabled
     assert Config.load({"zero_optimization": False}).zero_optimization.stage == 0

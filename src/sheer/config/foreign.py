@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any, NamedTuple
 
-from sheer.config.kinds import Anything, Flag, Kind, Maybe, Names, Object, Real, Text, Whole
+from sheer.config.kinds import Anything, Choice, Flag, Kind, Maybe, Names, Object, Real, Text, Whole
 
 
 class Fate(Enum):
@@ -205,6 +205,14 @@ _BLOCKS = {
     "activation_checkpointing.cpu_checkpointing": _absent(_FLAG, _CHECKPOINTING, off=(False,)),
     "activation_checkpointing.synchronize_checkpoint_boundary": _absent(_FLAG, _CHECKPOINTING, off=(False,)),
     "activation_checkpointing.profile": _absent(_FLAG, _CHECKPOINTING, off=(False,)),
+    "checkpoint.tag_validation": _tunes(
+        Choice(
+            ("Warn", "Ignore", "Fail"),
+            aliases={"WARN": "Warn", "IGNORE": "Ignore", "FAIL": "Fail"}
+            | {"warn": "Warn", "ignore": "Ignore", "fail": "Fail"},
+        ),
+        "Ranks that ask for different tags always get an error: a checkpoint has one.",
+    ),
     "checkpoint.load_universal": _absent(
         _FLAG,
         "universal checkpoint format: every checkpoint of Sheer loads at any number of ranks",

@@ -165,15 +165,6 @@ class Compile(Section):
 class Checkpoint(Section):
     """How checkpoints are written."""
 
-    tag_validation: Annotated[
-        Literal["Warn", "Ignore", "Fail"],
-        Choice(
-            ("Warn", "Ignore", "Fail"),
-            aliases={"WARN": "Warn", "IGNORE": "Ignore", "FAIL": "Fail"}
-            | {"warn": "Warn", "ignore": "Ignore", "fail": "Fail"},
-        ),
-    ] = "Warn"
-    """What happens when ranks ask to save under different tags."""
     keep_last: Annotated[int | None, Maybe(Whole(minimum=1))] = None
     """Keep only this many of the newest checkpoints in a directory; null keeps all."""
     use_node_local_storage: OnOff = False
