@@ -19,14 +19,12 @@ from sheer.layout import LOW_PRECISION, Layout, ParamSpec, Place, Placement, Spl
 from sheer.optim.flat import (
     MASTER,
     FlatOptimizer,
-    Master,
-    SavedState,
-    StatePiece,
     cannot_shard,
     expected_state,
     needs_whole_tensors,
 )
 from sheer.optim.forms import StateForm, as_tensor, form_of
+from sheer.optim.pieces import Master, SavedState, StatePiece
 from sheer.statistics import Census, take
 from sheer.zero import NO_UNITS, ROOT, Source, Units, Wiring, ZeroRuntime, find_units
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from sheer.comm import Axis
-from sheer.optim.flat import SavedState, StatePiece
+from sheer.optim.pieces import SavedState, StatePiece
 
 _INLINE = 16  # elements: small states travel with the list of what there is
 

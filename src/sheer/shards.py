@@ -9,8 +9,9 @@ import torch
 
 from sheer.checkpoint import Key, Shard, Source
 from sheer.layout import LOW_PRECISION, Piece, Split
-from sheer.optim.flat import FlatOptimizer, SavedState, StatePiece
+from sheer.optim.flat import FlatOptimizer
 from sheer.optim.forms import StateForm
+from sheer.optim.pieces import SavedState, StatePiece
 from sheer.zero import FlatBucket, ZeroRuntime
 
 OPTIM = "optim."

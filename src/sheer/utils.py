@@ -19,7 +19,7 @@ from sheer.zero import assemble, runtime_of
 
 if TYPE_CHECKING:
     from sheer.engine import Engine
-    from sheer.optim.flat import StatePiece
+    from sheer.optim.pieces import StatePiece
     from sheer.zero.grads import BucketGrad
 
 

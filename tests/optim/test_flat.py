@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from sheer.errors import UsageError
 from sheer.layout import STAGES, Bucket, Interval, ParamSpec, plan
-from sheer.optim.flat import FlatOptimizer, Master, SavedState, needs_whole_tensors
+from sheer.optim.flat import FlatOptimizer, needs_whole_tensors
 from sheer.optim.lion import Lion
+from sheer.optim.pieces import Master, SavedState
 
 SHAPES = {"a": (3, 5), "b": (130,), "c": (), "d": (2, 2), "empty": (0, 4), "e": (7,)}
 GROUPS = {"a": 0, "b": 0, "c": 1, "d": 0, "empty": 0, "e": 1}

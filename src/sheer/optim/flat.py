@@ -12,20 +12,21 @@ import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from itertools import groupby, pairwise
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from sheer import device as devices
 from sheer.comm import Depot, DeviceMemory
 from sheer.errors import UsageError
-from sheer.layout import Bucket, Interval, Slot, overlap
+from sheer.layout import Interval, Slot, overlap
 from sheer.optim.forms import StateForm, as_tensor, form_of
+from sheer.optim.incoming import Incoming
 from sheer.optim.lion import Lion
 from sheer.optim.paging import BucketPaging, NoPaging, Paging
+from sheer.optim.pieces import Master, Run, SavedState, StatePiece
 
 _ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     {
@@ -50,40 +51,6 @@ _FUSED: frozenset[type[torch.optim.Optimizer]] = frozenset({torch.optim.Adam, to
 
 MASTER = "(master)"
 """Key under which a parked parameter's fp32 value is kept; never written to a checkpoint."""
-
-
-class Master(NamedTuple):
-    """What this rank updates of one bucket: elements [owned] of it, in the optimizer's dtype."""
-
-    bucket: Bucket
-    owned: Interval
-    tensor: torch.Tensor
-
-
-class StatePiece(NamedTuple):
-    """A part of one state of one parameter: elements [start, start + len(data)) of the flattened `shape`."""
-
-    key: str
-    fqn: str
-    shape: tuple[int, ...]
-    start: int
-    data: torch.Tensor
-
-
-class SavedState(NamedTuple):
-    """What a checkpoint says of one state of one parameter."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(eq=False)
-class Run:
-    """Elements `span` of bucket `master`, as the optimizer sees them."""
-
-    master: int
-    span: Interval
-    tensor: torch.Tensor
 
 
 def needs_whole_tensors(base: torch.optim.Optimizer) -> bool:
@@ -202,14 +169,15 @@ class FlatOptimizer:
     def _first_runs(self, index: int) -> Iterator[Run]:
         master = self.masters[index]
         if not self.whole_tensors:
-            yield self._run(index, master.owned)
+            yield self.run_over(index, master.owned)
             return
         for slot in master.bucket.slots:
-            run = self._run(index, Interval(slot.start, slot.stop))
+            run = self.run_over(index, Interval(slot.start, slot.stop))
             run.tensor = run.tensor.view(slot.shape)
             yield run
 
-    def _run(self, index: int, span: Interval) -> Run:
+    def run_over(self, index: int, span: Interval) -> Run:
+        """Elements `span` of master `index` as one tensor for the optimizer."""
         master = self.masters[index]
         return Run(index, span, master.tensor[span.start - master.owned.start : span.stop - master.owned.start])
 
@@ -323,7 +291,7 @@ class FlatOptimizer:
 
     def _split(self, run: Run, spans: Sequence[Interval]) -> list[Run]:
         state = self.base.state.pop(run.tensor, None)
-        parts = [self._run(run.master, span) for span in spans]
+        parts = [self.run_over(run.master, span) for span in spans]
         for part in parts if state else ():
             start, stop = part.span.start - run.span.start, part.span.stop - run.span.start
             self.base.state[part.tensor] = {
@@ -393,7 +361,7 @@ class FlatOptimizer:
         rank: int,
         world: int,
         reuse: bool = False,
-    ) -> _Incoming:
+    ) -> Incoming:
         """Room for the state that was saved of this rank's elements: `saved` by name and key.
 
         Parameters that do not train here are parked, whole, on one rank each. Fill the `pieces` of what is returned,
@@ -408,9 +376,9 @@ class FlatOptimizer:
             )
         trained = {slot.fqn for master in self.masters for slot in master.bucket.slots}
         idle = [fqn for fqn in sorted(saved) if fqn not in trained]
-        return _Incoming(self, saved, forms, parked=idle[rank::world], reuse=reuse)
+        return Incoming(self, saved, forms, parked=idle[rank::world], reuse=reuse)
 
-    def adopt(self, incoming: _Incoming) -> None:
+    def adopt(self, incoming: Incoming) -> None:
         """Make `incoming` the optimizer's state; parameters it does not mention start afresh."""
         self.base.state.clear()
         runs: list[Run] = []
@@ -432,7 +400,7 @@ class FlatOptimizer:
         self.masters = tuple(m._replace(tensor=tensor) for m, tensor in zip(self.masters, masters, strict=True))
         runs = []
         for old in self.runs:
-            run = self._run(old.master, old.span)
+            run = self.run_over(old.master, old.span)
             run.tensor = run.tensor.view(old.tensor.shape)
             state = self.base.state.pop(old.tensor, None)
             if state is not None:
@@ -451,130 +419,3 @@ class FlatOptimizer:
         for group, given in zip(self.base.param_groups, self.given, strict=True):
             group["params"][:] = given
         self.runs = []
-
-
-class _Incoming:
-    """Buffers for a checkpoint's optimizer state, before it is adopted."""
-
-    def __init__(
-        self,
-        optimizer: FlatOptimizer,
-        saved: Mapping[str, Mapping[str, SavedState]],
-        forms: Mapping[str, str],
-        *,
-        parked: Sequence[str],
-        reuse: bool,
-    ) -> None:
-        self._optimizer = optimizer
-        self._saved = saved
-        self.forms = forms
-        self._there = dict(self._state_there()) if reuse else {}
-        self.elements: dict[tuple[int, str], torch.Tensor] = {}
-        """By master and key: as many elements as the master has."""
-        self._others: dict[tuple[str, str], torch.Tensor] = {}
-        self.pieces: list[StatePiece] = []
-        """In memory of their own."""
-        self.in_use: list[StatePiece] = []
-        """In memory of the state that there is: filling them changes it at once."""
-        for index, master in enumerate(optimizer.masters):
-            for piece in master.bucket.pieces(master.owned):
-                for key, state in saved.get(piece.fqn, {}).items():
-                    self._want(index, master, piece, key, state)
-        for index, key in self.elements:
-            if (index, key) not in self._there:
-                self._zero_between(index, key)
-        self.parked = [
-            StatePiece(key, fqn, state.shape, 0, torch.zeros(prod(state.shape), dtype=state.dtype))
-            for fqn in parked
-            for key, state in saved[fqn].items()
-        ]
-        self.pieces += self.parked
-
-    def _want(self, index: int, master: Master, piece: Any, key: str, state: SavedState) -> None:
-        if self.forms.get(key) == StateForm.ELEMENT:
-            there = self._there.get((index, key))
-            if (index, key) not in self.elements:
-                fresh = self._optimizer.depot.empty(master.owned.numel, state.dtype) if there is None else there
-                self.elements[index, key] = fresh
-            at = piece.offset - master.owned.start
-            data = self.elements[index, key][at : at + piece.stop - piece.start]
-            pieces = self.pieces if there is None else self.in_use
-            pieces.append(StatePiece(key, piece.fqn, piece.shape, piece.start, data))
-        else:
-            data = torch.zeros(state.shape, dtype=state.dtype)
-            self._others[piece.fqn, key] = data
-            self.pieces.append(StatePiece(key, piece.fqn, state.shape, 0, data.view(-1)))
-
-    def _state_there(self) -> Iterator[tuple[tuple[int, str], torch.Tensor]]:
-        """By master and key the state that there is, where it is what is to come but for its values."""
-        optimizer = self._optimizer
-        for index, master in enumerate(optimizer.masters):
-            runs = [run for run in optimizer.runs if run.master == index]
-            if len(runs) != 1 or optimizer.whole_tensors:
-                continue
-            saved = [self._saved.get(piece.fqn, {}) for piece in master.bucket.pieces(master.owned)]
-            for key, value in optimizer.base.state.get(runs[0].tensor, {}).items():
-                if form_of(value, runs[0].tensor) != StateForm.ELEMENT or not value.is_contiguous():
-                    continue
-                if self.forms.get(key) == StateForm.ELEMENT and all(value.dtype == _dtype(s.get(key)) for s in saved):
-                    yield (index, key), value.view(-1)
-
-    def _zero_between(self, index: int, key: str) -> None:
-        """Gaps, padding and what has no such state; the rest is about to be filled, so it is not touched twice."""
-        master, elements, at = self._optimizer.masters[index], self.elements[index, key], 0
-        for piece in master.bucket.pieces(master.owned):
-            if key in self._saved.get(piece.fqn, {}):
-                start = piece.offset - master.owned.start
-                elements[at:start].zero_()
-                at = start + piece.stop - piece.start
-        elements[at:].zero_()
-
-    def runs(self, index: int) -> Iterator[tuple[Run, dict[str, Any]]]:
-        """The runs of one master: neighbours whose state is alike but for their elements."""
-        optimizer = self._optimizer
-        master = optimizer.masters[index]
-        slots = [s for s in master.bucket.slots if overlap(Interval(s.start, s.stop), master.owned) is not None]
-        if optimizer.whole_tensors:
-            stretches = [[slot] for slot in master.bucket.slots]
-        else:
-            stretches = [list(group) for _, group in groupby(slots, key=self._history)]
-        starts = [max(stretch[0].start, master.owned.start) for stretch in stretches]
-        cuts = [*starts, master.owned.stop]
-        cuts[0] = master.owned.start
-        for stretch, start, stop in zip(stretches, cuts[:-1], cuts[1:], strict=True):
-            yield self._restored(index, stretch[0], Interval(start, stop))
-        if not stretches:
-            yield optimizer._run(index, master.owned), {}
-
-    def _history(self, slot: Slot) -> tuple[tuple[str, float | None], ...]:
-        return tuple(
-            (key, self._others[slot.fqn, key].item() if (slot.fqn, key) in self._others else None)
-            for key in sorted(self._saved.get(slot.fqn, {}))
-        )
-
-    def _restored(self, index: int, first: Slot, span: Interval) -> tuple[Run, dict[str, Any]]:
-        optimizer = self._optimizer
-        master = optimizer.masters[index]
-        if optimizer.whole_tensors:
-            span = Interval(first.start, first.stop)
-        run = optimizer._run(index, span)
-        if optimizer.whole_tensors:
-            run.tensor = run.tensor.view(first.shape)
-        group = optimizer.base.param_groups[master.bucket.key.group or 0]
-        on_device = bool(group.get("fused") or group.get("capturable"))
-        state: dict[str, Any] = {}
-        for key in self._saved.get(first.fqn, {}):
-            form = self.forms.get(key)
-            if form == StateForm.ELEMENT:
-                at = span.start - master.owned.start
-                state[key] = self.elements[index, key][at : at + span.numel].view_as(run.tensor)
-            elif form == StateForm.NUMBER:
-                state[key] = self._others[first.fqn, key].item()
-            else:
-                value = self._others[first.fqn, key].clone()
-                state[key] = value.to(master.tensor.device) if on_device or form == StateForm.WHOLE else value
-        return run, state
-
-
-def _dtype(state: SavedState | None) -> torch.dtype | None:
-    return None if state is None else state.dtype
