@@ -73,7 +73,7 @@ class CheckpointVerbs(ABC):
             self._saved_parts(),
             save_dir,
             tag=tag if tag is not None else f"global_step{self.counters.global_steps}",
-            client_state=client_state or {},
+            client_state=_client_state(client_state),
             save_latest=save_latest,
             exclude_frozen=exclude_frozen_parameters,
             background=None if blocking else self._background,
@@ -130,7 +130,7 @@ class CheckpointVerbs(ABC):
         """
         self._check_alive(torn=True)
         self._require_here()
-        names = checkpoint.Names(_patterns(include), _patterns(exclude), rename or {})
+        names = checkpoint.Names(_patterns("include", include), _patterns("exclude", exclude), _renames(rename))
         if custom_load_fn is not None and (names.partial or names.rename):
             raise UsageError(
                 "load_checkpoint: custom_load_fn is given the whole checkpoint under its own names, so include, "
@@ -197,5 +197,21 @@ class CheckpointVerbs(ABC):
     def _forget(self) -> None: ...
 
 
-def _patterns(given: str | Sequence[str]) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given)
+def _patterns(name: str, given: str | Sequence[str]) -> tuple[str, ...]:
+    patterns = (given,) if isinstance(given, str) else given
+    if not isinstance(patterns, list | tuple | set | frozenset) or not all(isinstance(one, str) for one in patterns):
+        raise UsageError(f"load_checkpoint: {name}={given!r:.80}; it is a glob such as 'encoder.*', or a list of them")
+    return tuple(patterns)
+
+
+def _renames(given: Mapping[str, str] | None) -> Mapping[str, str]:
+    renames = {} if given is None else given
+    if not isinstance(renames, Mapping) or not all(isinstance(one, str) for one in (*renames, *renames.values())):
+        raise UsageError(f"load_checkpoint: rename={given!r:.80}; it is a dict of stored name -> name here")
+    return renames
+
+
+def _client_state(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    if not isinstance(given, Mapping | None):
+        raise UsageError(f"save_checkpoint: client_state is a dict that JSON can hold, not a {type(given).__name__}")
+    return given or {}

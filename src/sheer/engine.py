@@ -430,7 +430,8 @@ class Engine(OffloadVerbs, BatchVerbs, CheckpointVerbs, CompileVerbs, DeepSpeedN
             self._forget()
             raise UsageError(
                 "step without gradients: no parameter has one on any rank. Call engine.backward(loss) before step, and "
-                "let the loss depend on parameters that require grad and are in an optimizer group."
+                "let the loss depend on parameters that require grad and are in an optimizer group (those that the "
+                "module had when the engine was built: one that is assigned anew does not train)."
             )
 
     @property

@@ -14,7 +14,7 @@ from sheer import checkpoint
 from sheer import device as devices
 from sheer.checkpoint import Background, Names, Opened, Shard, Source
 from sheer.config import Config
-from sheer.errors import CheckpointError, did_you_mean
+from sheer.errors import CheckpointError, UsageError, did_you_mean
 from sheer.observe import Teller
 from sheer.optim.flat import FlatOptimizer
 from sheer.planning import Plan, merged_forms
@@ -100,6 +100,7 @@ def save(
     without = frozenset(everything.frozen) if exclude_frozen else frozenset[str]()
 
     def prepare() -> _Prepared:
+        _check_in_place(parts)
         parts.plan.runtime.heed_user()
         tensors = {fqn: tensor for fqn, tensor in buffers.items() if everything.holders[fqn] == mesh.stage}
         shards = shards_to_save(parts.plan.runtime, parts.plan.optimizer, tensors, without=without)
@@ -171,6 +172,18 @@ def _of_all_stages(parts: SavedParts) -> _Names:
         holders={fqn: holder for stage in told for fqn, holder in stage.holders.items()},
         extra_state={fqn: extra for stage in told for fqn, extra in stage.extra_state.items()},
     )
+
+
+def _check_in_place(parts: SavedParts) -> None:
+    """Refuse to save other values than the module has: parameters that the engine does not know."""
+    now = dict(parts.module.named_parameters(remove_duplicate=False))
+    replaced = [fqn for fqn, param in parts.params.items() if now.get(fqn, param) is not param]
+    if replaced:
+        raise UsageError(
+            f"parameter {replaced[0]!r} ({len(replaced)} in all) is another Parameter object than when the engine was "
+            "built (assigned anew, or by load_state_dict(assign=True)): it does not train, and what would be saved is "
+            "the old one. Copy values in place, or destroy the engine and build another"
+        )
 
 
 class _Prepared(NamedTuple):
@@ -254,7 +267,7 @@ def load(
     parts: SavedParts, root: str | os.PathLike[str], *, tag: str | None, wish: Wish, custom: Callable[..., Any] | None
 ) -> Loaded | None:
     """Load a checkpoint into a running engine's parts; None where there is none. Collective on all ranks."""
-    opened = _open(parts, root, tag, wish.names)
+    opened = _open(parts, root, tag, wish)
     if opened is None:
         parts.teller.warn(f"load_checkpoint: there is no checkpoint in {root}; nothing was loaded")
         return None
@@ -279,11 +292,13 @@ def load(
     return Loaded(opened.index.directory, opened.state["client_state"])
 
 
-def _open(parts: SavedParts, root: str | os.PathLike[str], tag: str | None, names: Names) -> Opened | None:
+def _open(parts: SavedParts, root: str | os.PathLike[str], tag: str | None, wish: Wish) -> Opened | None:
+    names = wish.names
     axis, section = parts.plan.runtime.mesh.world, parts.config.checkpoint
     local, timeout = section.use_node_local_storage, section.timeout_seconds
+    alike = {name: value for name, value in wish._asdict().items() if name != "names"}
     opened = checkpoint.open_any(
-        root, tag, axis=axis, groups=lambda: _named_groups(parts), local=local, timeout=timeout
+        root, tag, axis=axis, groups=lambda: _named_groups(parts), local=local, timeout=timeout, alike=alike
     )
     if opened is None:
         return None

@@ -76,6 +76,7 @@ def test_renamed_tensors_are_read_from_where_they_are(root: Path) -> None:
             Names(include=("encoder.*", "head.biass")),
             r"no tensor of the checkpoint matches 'head\.biass'.*'head\.bias'",
         ),
+        (Names(rename={"head": "encoder.0"}), "the name 'encoder.0.weight' to 'encoder.0.weight' and 'head.weight'"),
         (Names(exclude=("haed.*",)), r"exclude: no tensor of the checkpoint or of the model matches 'haed\.\*'"),
         (Names(exclude=("*",)), "leaves nothing of the checkpoint to load"),
     ],

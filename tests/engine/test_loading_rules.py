@@ -200,3 +200,29 @@ def test_a_folder_for_each_rank(stages: tuple[int, int], tmp_path: Path) -> None
         assert engine.global_steps == 2
         train(engine, other, range(1))
         engine.destroy()
+
+
+@pytest.mark.world_size(2)
+def test_arguments_that_differ_between_ranks_or_are_no_arguments(tmp_path: Path) -> None:
+    case = case_of(1)
+    engine = start(odd(), case)
+    train(engine, case, range(1))
+    with pytest.raises(UsageError, match=r"client_state is a dict .* not a list"):
+        engine.save_checkpoint(tmp_path, client_state=[1])
+    engine.save_checkpoint(tmp_path, "t")
+    before = snapshot(engine)
+    for given, word in (
+        ({"include": [3]}, "include"),
+        ({"exclude": 3}, "exclude"),
+        ({"rename": [("a", "b")]}, "rename"),
+    ):
+        with pytest.raises(UsageError, match=f"load_checkpoint: {word}="):
+            engine.load_checkpoint(tmp_path, **given)
+    for given in ({"tag": "t" if case.rank else None}, {"load_optimizer_states": not case.rank}):
+        with pytest.raises(CheckpointError, match=r"load_checkpoint: .* on rank 1, and .* on rank 0"):
+            engine.load_checkpoint(tmp_path, **given)
+    assert_same(snapshot(engine), before)
+    engine.load_checkpoint(tmp_path, tag="t")
+    engine.module.blocks[1].up.weight = nn.Parameter(torch.zeros(24, 12))
+    with pytest.raises(UsageError, match=r"'blocks\.1\.up\.weight' \(1 in all\) is another Parameter object"):
+        engine.save_checkpoint(tmp_path)

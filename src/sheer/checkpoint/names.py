@@ -51,6 +51,7 @@ class Names:
         if not self.partial and not self.rename:
             return index
         self._check_used(index)
+        self._check_aliases(index)
         ties = {self.here(alias): self.here(owner) for alias, owner in index.ties.items()}
         names = {owner: [owner] for owner in map(self.here, _names(index))}
         for alias, owner in ties.items():
@@ -75,6 +76,14 @@ class Names:
             if not any(_is_inside(name, old) for name in stored):
                 known = stored | {name[:at] for name in stored for at, sign in enumerate(name) if sign == "."}
                 raise CheckpointError(f"rename: the checkpoint has no {old!r}.{did_you_mean(old, known)}")
+
+    def _check_aliases(self, index: Source) -> None:
+        """A tied name must not become another tensor's."""
+        owners = {self.here(name): name for name in _names(index)}
+        for alias, owner in index.ties.items():
+            name = self.here(alias)
+            if owners.setdefault(name, owner) != owner:
+                raise CheckpointError(f"rename gives the name {name!r} to {owners[name]!r} and {alias!r}.")
 
     def _check_found(self, stored: set[str], names: Mapping[str, list[str]], wanted: Collection[str]) -> None:
         known = [name for group in names.values() for name in group]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from sheer.checkpoint.local import at_hand
 from sheer.checkpoint.mapped import Mapped, MappedReader, Reading, Source
 from sheer.checkpoint.ranks import Axis, on_first, together
 from sheer.checkpoint.reader import Reader
+from sheer.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -45,15 +46,18 @@ def open_any(
     groups: Callable[[], Sequence[Sequence[str]] | None],
     local: bool,
     timeout: float,
+    alike: Mapping[str, object],
 ) -> Opened | None:
     """Open the checkpoint `tag` in `root` (the latest, or `root` itself); None where `tag` is None and there is none.
 
     Collective on `axis`: rank 0 decides which it is. `groups` gives the names of the parameters in each optimizer
     group, for formats that number them; it is called on all ranks where another project wrote the checkpoint. With
-    `local`, `root` is each rank's own folder or its node's.
+    `local`, `root` is each rank's own folder or its node's. `alike` are other arguments that
+    all ranks must have given.
     Raises CheckpointError on every rank where it cannot be read.
     """
     axis.assemble("load_checkpoint", timeout=timeout)
+    _check_alike({"tag": tag, **alike}, axis)
     if tag is not None:
         check_tag(tag)
     foreign = on_first(axis, "load_checkpoint", lambda: find_foreign(Path(root), tag))
@@ -73,6 +77,18 @@ def open_any(
         return Opened(index, read_state(index), read_rng(index, axis.rank), Reader, as_it_is, ())
 
     return together(axis, doing, read)
+
+
+def _check_alike(mine: Mapping[str, object], axis: Axis) -> None:
+    """What comes next hangs on these arguments; ranks that differ would wait for each other in vain."""
+    told: list[Mapping[str, object]] = axis.gather_objects(mine)
+    for name, first in told[0].items():
+        rank = next((rank for rank, theirs in enumerate(told) if theirs[name] != first), None)
+        if rank is not None:
+            raise CheckpointError(
+                f"load_checkpoint: {name}={told[rank][name]!r} on rank {rank}, and {first!r} on rank 0. Pass the same "
+                "on every rank."
+            )
 
 
 def _open_foreign(found: Found, groups: Sequence[Sequence[str]] | None) -> Opened:

@@ -90,7 +90,8 @@ class Files:
         if address == ctypes.c_void_p(-1).value:
             raise MemoryError(f"no address space for a file of {nbytes} bytes: {os.strerror(ctypes.get_errno())}")
         memory = (ctypes.c_ubyte * nbytes).from_address(address)
-        weakref.finalize(memory, self._libc.munmap, address, nbytes)
+        # At the end of the process the system unmaps; until then whoever still reads may.
+        weakref.finalize(memory, self._libc.munmap, address, nbytes).atexit = False
         self._maps = {at: ref for at, ref in self._maps.items() if ref() is not None}
         self._maps[address] = weakref.ref(memory)
         return memory
