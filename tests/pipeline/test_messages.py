@@ -57,10 +57,10 @@ class Memory:
         assert self.controls[0].numel() == size
         return self.controls.popleft()
 
-    def tensors(self, into):
-        for buffer in into:
-            buffer.copy_(self.bodies.popleft())
-        return comm.tickets.DONE
+    def tensors(self, sizes, device):
+        came = [self.bodies.popleft() for _ in sizes]
+        assert [one.nbytes for one in came] == sizes
+        return came
 
 
 class Wire:

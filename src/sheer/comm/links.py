@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from sheer.comm.axis import Axis
 from sheer.comm.groups import own_group, timeout_of
-from sheer.comm.tickets import DONE, Ticket, completing
+from sheer.comm.tickets import Ticket, completing
 from sheer.errors import CommError
 
 _Group = dist.ProcessGroup | None
@@ -92,6 +92,7 @@ class Link:
     ) -> None:
         self.name = f"{route} (with rank {peer_rank})"
         """For errors."""
+        self._sending, self._receiving = f"sending the {self.name}", f"receiving the {self.name}"
         self._control = control
         self._tensors = tensors
         self._counters = counters
@@ -99,7 +100,7 @@ class Link:
         self._block = torch.empty(0, dtype=torch.uint8)
         self._most = MOST_BESIDE if in_one_piece else 0
         self._room = 0  # for tensors beside the next control block; both ends count alike
-        self._has_come = 0  # of the last block, how many bytes tensors may be in
+        self._whole = True  # no control bytes have followed the last block
         self._sent: deque[Ticket] = deque()
 
     # --- sending ----------------------------------------------------------------------------------------------------
@@ -109,24 +110,23 @@ class Link:
 
         The buffers are leased until `settle`.
         """
-        what = f"sending the {self.name}"
-        size = sum(tensor.nbytes for tensor in tensors)
+        size = sum([tensor.nbytes for tensor in tensors])
         self._counters.messages += 1
-        self._counters.control_bytes += sum(part.nbytes for part in control)
+        self._counters.control_bytes += sum([part.nbytes for part in control])
         self._counters.tensor_bytes += size
-        if len(control) == 1 and 0 < self._beside(tensors) <= self._room:
-            control, tensors = [torch.cat([*control, *tensors])], []
-        self._room = max(self._room, self._beside(tensors))
-        with completing(what):
+        if self._comes_beside(size) and len(control) == 1:
+            control, tensors = [torch.cat([*control, *(one.to(control[0].device) for one in tensors)])], []
+        with completing(self._sending):
             works = [self._control.send(part) for part in control]
             works += [self._tensors.send(tensor) for tensor in tensors]
-        self._sent.append(Ticket(works, (*control, *tensors), what, None))
+        self._sent.append(Ticket(works, (*control, *tensors), self._sending, None))
 
-    def _beside(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Bytes of tensors that may come in one piece with a control block; 0 where they may not."""
-        size = sum(tensor.nbytes for tensor in tensors)
-        on_cpu = all(tensor.device == self._block.device for tensor in tensors)
-        return size if on_cpu and size <= self._most else 0
+    def _comes_beside(self, size: int) -> bool:
+        """Whether so many bytes of tensors have room beside the block that they came with; the next ones will."""
+        if not 0 < size <= self._most:
+            return False
+        fits, self._room = size <= self._room, max(self._room, size)
+        return fits
 
     @property
     def unsettled(self) -> int:
@@ -144,23 +144,23 @@ class Link:
         """Make room for the next message, so that it can arrive during other work."""
         assert self._announced is None, f"the {self.name} is expected already"
         self._block = torch.empty(CONTROL_BYTES + self._room, dtype=torch.uint8)
-        with completing(f"receiving the {self.name}"):
+        with completing(self._receiving):
             work = self._control.receive(self._block)
-        self._announced = Ticket((work,), (self._block,), f"receiving the {self.name}", None)
+        self._announced = Ticket((work,), (self._block,), self._receiving, None)
 
     def control(self) -> torch.Tensor:
         """The expected message's control block, when it has come: uint8 on the CPU."""
         assert self._announced is not None, f"the {self.name} was never expected"
         self._announced.wait()
         self._announced = None
-        self._has_come = self._block.numel() - CONTROL_BYTES
+        self._whole = True
         return self._block[:CONTROL_BYTES]
 
     def more_control(self, size: int) -> torch.Tensor:
         """The `size` control bytes that follow the block."""
-        self._has_come = 0
+        self._whole = False
         rest = torch.empty(size, dtype=torch.uint8)
-        with completing(f"receiving the {self.name}"):
+        with completing(self._receiving):
             self._control.receive(rest).wait()
         return rest
 
@@ -169,20 +169,18 @@ class Link:
         self._announced, self._sent = None, deque()
         del self._control, self._tensors
 
-    def tensors(self, into: Sequence[torch.Tensor]) -> Ticket:
-        """Receive the message's tensors into these flat byte buffers, which are leased until the ticket's wait."""
-        size = self._beside(into)
-        self._room = max(self._room, size)
-        if 0 < size <= self._has_come:
-            came = self._block[CONTROL_BYTES:].split_with_sizes(
-                [*(buffer.nbytes for buffer in into), self._has_come - size]
-            )
-            torch._foreach_copy_(list(into), list(came[:-1]))
-            return DONE
-        what = f"receiving the {self.name}"
-        with completing(what):
-            works = [self._tensors.receive(buffer) for buffer in into]
-        return Ticket(works, tuple(into), what, None)
+    def tensors(self, sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
+        """The message's tensors, of so many bytes each, when they have come: flat bytes on `device`, in memory of their
+        own."""
+        size, room = sum(sizes), self._block.numel() - CONTROL_BYTES
+        if self._comes_beside(size) and self._whole:
+            came = self._block.split_with_sizes([CONTROL_BYTES, *sizes, room - size])
+            return [piece.to(device, copy=True) for piece in came[1:-1]]
+        buffers = [torch.empty(one, dtype=torch.uint8, device=device) for one in sizes]
+        with completing(self._receiving):
+            works = [self._tensors.receive(buffer) for buffer in buffers]
+        Ticket(works, tuple(buffers), self._receiving, None).wait()
+        return buffers
 
 
 class Links:

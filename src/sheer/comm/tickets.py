@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -56,20 +57,26 @@ class Ticket:
         self._works, self._finish, self.held = (), None, ()
 
 
-@contextmanager
-def completing(what: str, who: Callable[[], str] = str) -> Iterator[None]:
-    """Say which operation it was that the backend could not do, and where to look; `who` says which ranks are missing,
-    in a sentence or not at all."""
-    try:
-        yield
-    except CommError:
-        raise
-    except RuntimeError as error:
-        raise CommError(
-            f"{what} did not complete: {error}. {who()}A peer has failed, left, or is not taking part in the same "
-            "operation; look for the first error among all ranks, and check that every rank runs the same number of "
-            "forward/backward/step calls."
-        ) from error
+class completing:  # noqa: N801
+    """Says inside a `with` which operation it was that the backend could not do, and where to look; `who` says which
+    ranks are missing, in a sentence or not at all."""
+
+    __slots__ = ("_what", "_who")
+
+    def __init__(self, what: str, who: Callable[[], str] = str) -> None:
+        self._what, self._who = what, who
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, CommError):
+            raise CommError(
+                f"{self._what} did not complete: {error}. {self._who()}A peer has failed, left, or is not taking part "
+                "in the same operation; look for the first error among all ranks, and check that every rank runs the "
+                "same number of forward/backward/step calls."
+            ) from error
 
 
 DONE = Ticket((), (), "nothing", None)

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from sheer.comm import CONTROL_BYTES, Ticket
+from sheer.comm import CONTROL_BYTES
 from sheer.errors import CommError
 from sheer.pipeline.structure import Blueprint, Packed
 
@@ -69,8 +69,8 @@ class ReceivingLink(Protocol):
     def more_control(self, size: int) -> torch.Tensor:
         """The control bytes that follow it."""
 
-    def tensors(self, into: Sequence[torch.Tensor]) -> Ticket:
-        """Receive tensors."""
+    def tensors(self, sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
+        """Receive tensors of so many bytes each."""
 
 
 class Sender:
@@ -136,11 +136,16 @@ class Receiver:
         return self._blueprints[number]
 
     def _contents(self, blueprint: Blueprint) -> Parcel:
-        tensors = tuple(torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in blueprint.tensors)
-        wires = [wire for tensor in tensors if (wire := _wire(tensor)).numel()]
-        if wires:
-            self._link.tensors(wires).wait()
-        return Parcel(blueprint, tensors)
+        sizes = [spec.nbytes for spec in blueprint.tensors]
+        sent = [size for size in sizes if size]
+        came = iter(self._link.tensors(sent, self._device) if sent else ())
+        tensors = (
+            next(came).view(spec.dtype).view(spec.shape)
+            if size
+            else torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+            for spec, size in zip(blueprint.tensors, sizes, strict=True)
+        )
+        return Parcel(blueprint, tuple(tensors))
 
 
 def _control(content: Content, address: Address, number: int, description: bytes) -> list[torch.Tensor]:
