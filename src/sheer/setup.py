@@ -18,7 +18,7 @@ from sheer.config import BatchSizes, Config, resolve_batch
 from sheer.data import ResumableLoader
 from sheer.engine import Engine, Parts
 from sheer.errors import ConfigError, UsageError
-from sheer.layout import STAGES, Placement, Split
+from sheer.layout import STAGES, Place, Placement, Split
 from sheer.monitor import Monitor, build_monitors
 from sheer.observe import Teller
 from sheer.optim.handle import ShardedOptimizer
@@ -196,6 +196,7 @@ def _build(ready: _Ready, mesh: Mesh, device: torch.device, leave: Callable[[], 
             leave=leave,
         )
     )
+    _say_what_stays_in_memory(engine, ready)
     engine.lr_scheduler = ready.scheduler
     engine.training_dataloader = ready.loader
     if ready.config.compile.enabled:
@@ -205,6 +206,16 @@ def _build(ready: _Ready, mesh: Mesh, device: torch.device, leave: Callable[[], 
             engine.destroy()
             raise
     return Initialized(engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler)
+
+
+def _say_what_stays_in_memory(engine: Engine, ready: _Ready) -> None:
+    in_files = engine.layout.places.optim is Place.FILES
+    if in_files and ready.optimizer is not None and not engine.flat_optimizer().may_step_in_parts:
+        ready.teller.warn(
+            f'zero_optimization.offload_optimizer.device "nvme": {type(ready.optimizer).__name__} has to step once for '
+            "all buckets (it has step hooks, or is none of torch's element-wise ones), so during a step all of its "
+            "state may be in memory"
+        )
 
 
 # --- what was given ---------------------------------------------------------------------------------------------------

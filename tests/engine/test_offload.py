@@ -120,12 +120,14 @@ def hooked(params: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.world_size(2)
-def test_every_optimizer_that_works_on_flat_shards(tmp_path: Path) -> None:
-    for number, make in enumerate(OPTIMIZERS.values()):
+def test_every_optimizer_that_works_on_flat_shards(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for number, (name, make) in enumerate(OPTIMIZERS.items()):
         case = here(1 + number % 3)
         expected = trained(case, make=make)
         for optim in ("cpu", "nvme"):
             assert_same(trained(offloaded(case, tmp_path, optim=optim), make=make), expected)
+            told = "has to step once for all buckets" in caplog.text
+            assert told == (name == "hooked" and optim == "nvme" and case.rank == 0)
 
 
 def meddling(engine: Any, step: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import sys
 import tempfile
 import weakref
 from collections.abc import Iterator
@@ -30,7 +31,9 @@ class Files:
     paged = True
 
     def __init__(self, path: str, *, key: str) -> None:
-        """Raises ConfigError, naming `key`, where no file can be made in `path`."""
+        """Raises ConfigError, naming `key`, where no file can be made in `path`, or the system is not Linux."""
+        if sys.platform != "linux":
+            raise ConfigError(f"{key}: state in files needs Linux; on {sys.platform} it can be in host memory ('cpu')")
         self.device = devices.host()
         self._path, self._key = path, key
         self._maps: dict[int, weakref.ref[ctypes.Array[ctypes.c_ubyte]]] = {}
