@@ -85,6 +85,15 @@ def test_an_engine_loads_it_buffers_too(tmp_path: Path) -> None:
     engine.destroy()
 
 
+@pytest.mark.parametrize("kind", ["pt", "old pt", "safetensors", "folder"])
+def test_an_engine_loads_others_weights_where_they_are(model: Model, kind: str, tmp_path: Path) -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
+    engine = sheer.initialize(model=Model(), config=config)[0]
+    engine.load_checkpoint(write(model, kind, tmp_path), load_module_only=True)
+    assert_holds(dict(model.state_dict()), engine.module)
+    engine.destroy()
+
+
 @pytest.mark.parametrize("prefixes", [["_orig_mod."], ["module."], ["module.", "_orig_mod."], ["module.", "wrapped."]])
 def test_wrappers_prefixes_are_removed_and_said(
     model: Model, prefixes: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -205,6 +205,13 @@ def test_import_makes_a_checkpoint_of_ours_that_trains_on(tmp_path: Path, capsys
     assert open_checkpoint(tmp_path / "weights").kinds == {"param", "buffer"}
 
 
+def test_commands_for_our_own_checkpoints_say_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(unpacked("zero1", tmp_path))
+    for command in (["show", folder], ["diff", folder, folder], ["export", folder, "x", "--format", "pt"]):
+        assert main(["ckpt", *command]) == 2
+        assert "was not saved by Sheer (its format: DeepSpeed). `sheer ckpt import`" in capsys.readouterr().err
+
+
 def test_what_is_numbered_needs_the_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, kind = unpacked("plain", tmp_path), KINDS["plain"]
     assert main(["ckpt", "import", str(folder), str(tmp_path / "root")]) == 2

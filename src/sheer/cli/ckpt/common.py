@@ -7,6 +7,11 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sheer.checkpoint import Index
 
 
 def add_place(parser: argparse.ArgumentParser) -> None:
@@ -14,6 +19,21 @@ def add_place(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="FOLDER", help="the directory of checkpoints, or one checkpoint's own")
     parser.add_argument("--tag", help="which checkpoint (default: the one that `latest` names)")
     parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def open_ours(directory: str, tag: str | None) -> Index:
+    """Open a checkpoint of ours; another project's is refused with its format and what to do."""
+    from sheer.checkpoint import open_checkpoint
+    from sheer.checkpoint.formats import find_foreign
+    from sheer.errors import CheckpointError
+
+    foreign = find_foreign(Path(directory), tag)
+    if foreign is not None:
+        raise CheckpointError(
+            f"{foreign.path} was not saved by Sheer (its format: {foreign.format}). `sheer ckpt import` makes a "
+            "checkpoint of it, and engine.load_checkpoint loads it as it is."
+        )
+    return open_checkpoint(directory, tag)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from sheer.cli.ckpt.common import natural, progress
+from sheer.cli.ckpt.common import natural, open_ours, progress
 
 if TYPE_CHECKING:
     import torch
@@ -28,9 +28,7 @@ def register(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 def run(args: argparse.Namespace) -> int:
     """Print one line per tensor that differs."""
-    from sheer.checkpoint import open_checkpoint
-
-    one, other = open_checkpoint(args.one, args.tag_one), open_checkpoint(args.other, args.tag_other)
+    one, other = open_ours(args.one, args.tag_one), open_ours(args.other, args.tag_other)
     rows = _compare(one, other)
     if args.json:
         print(json.dumps({"one": str(one.directory), "other": str(other.directory), "differ": rows}, indent=2))

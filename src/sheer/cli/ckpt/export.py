@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sheer.cli.ckpt.common import add_place, progress, size
+from sheer.cli.ckpt.common import add_place, open_ours, progress, size
 
 if TYPE_CHECKING:
     from sheer.checkpoint.formats import Weights
@@ -33,10 +33,10 @@ def run(args: argparse.Namespace) -> int:
     """Write the files and print their names."""
     import torch
 
-    from sheer.checkpoint import Reader, open_checkpoint
+    from sheer.checkpoint import Reader
     from sheer.checkpoint.formats import Weights
 
-    index = open_checkpoint(args.directory, args.tag)
+    index = open_ours(args.directory, args.tag)
     dtype = getattr(torch, args.dtype) if args.dtype else None
     total = sum(entry.nbytes for key, entry in index.entries() if key.kind in ("param", "buffer"))
     with progress(f"exporting {index.tag}", total) as advance, Reader(index, told=advance) as reader:

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from sheer.cli.ckpt.common import add_place, natural, size
+from sheer.cli.ckpt.common import add_place, natural, open_ours, size
 
 if TYPE_CHECKING:
     from sheer.checkpoint import Index
@@ -21,9 +21,7 @@ def register(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 def run(args: argparse.Namespace) -> int:
     """Print the table and the summary of one checkpoint."""
-    from sheer.checkpoint import open_checkpoint
-
-    index = open_checkpoint(args.directory, args.tag)
+    index = open_ours(args.directory, args.tag)
     rows, summary = _rows(index), _summary(index)
     if args.json:
         print(json.dumps({**summary, "tensors": rows}, indent=2))
