@@ -56,6 +56,32 @@ class Styled(nn.Module):
             module.bias.data.zero_()
 
 
+class Borrowing(nn.Module):
+    """What torch itself does with parameters that are there already, and ways around a torch function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight_normed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+        self.spectral_normed = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
+        self.listed = nn.ParameterList([nn.Parameter(torch.randn(3)) for _ in range(3)])
+        self.skipped = torch.nn.utils.skip_init(nn.Linear, 4, 4)
+        nn.init.eye_(self.skipped.weight)
+        nn.init.zeros_(self.skipped.bias)
+        self.halved = nn.Linear(4, 4).half()
+        self.loaded = nn.Linear(4, 4)
+        self.loaded.load_state_dict({"weight": torch.arange(16.0).view(4, 4), "bias": torch.ones(4)})
+        self.replaced = nn.Linear(4, 4)
+        del self.replaced.bias
+        self.replaced.register_parameter("bias", nn.Parameter(self.replaced.weight.sum(1).detach()))
+        self.embedding = nn.Embedding(7, 4, padding_idx=0)
+        self.embedding.weight.data[1].fill_(2.0)
+        self.row = nn.Parameter(self.embedding.weight.detach()[2:3] * 3)
+        with torch.no_grad():
+            torch._foreach_mul_([self.loaded.weight, self.row], 2.0)
+            norm = torch.nn.utils.parameters_to_vector(self.embedding.parameters()).norm()
+            self.norm = nn.Parameter(norm)
+
+
 def built(make: Callable[[], nn.Module], *, seed: int = 0, **options: Any) -> Any:
     torch.manual_seed(seed)
     with sheer.zero.Init(**options):
@@ -64,8 +90,9 @@ def built(make: Callable[[], nn.Module], *, seed: int = 0, **options: Any) -> An
 
 @pytest.mark.world_size(2, 3)
 def test_values_are_the_plain_constructor_s_whatever_it_does() -> None:
-    for make in (Odd, Styled):
-        model = built(make, seed=5 if sheer.testing.rank() else 0)  # rank 0's count
+    for make in (Odd, Styled, Borrowing):
+        # Rank 0's parameters count; buffers are each rank's own until `initialize`, and one of these draws some.
+        model = built(make, seed=5 if sheer.testing.rank() and make is not Borrowing else 0)
         torch.manual_seed(0)
         reference = make()
         sharded = [p for p in model.parameters() if p.is_floating_point() and p.numel()]
@@ -102,6 +129,26 @@ def test_an_engine_takes_the_shards_over(stage: int, tmp_path: Path) -> None:
     again = start(built(Odd, seed=7), case)
     again.load_checkpoint(tmp_path)
     assert engine_run(again, case, data[2:]) == ours[2:]
+
+
+@pytest.mark.world_size(2)
+def test_masters_have_the_bits_that_the_constructor_gave() -> None:
+    case = Case(stage=3, world=2, rank=sheer.testing.rank(), extra={"bf16": {"enabled": True}})
+    runs = [engine_run(start(model, case), case, batches(3, size=case.global_batch)) for model in (built(Odd), odd())]
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.world_size(2)
+def test_a_parameter_that_takes_another_one_s_place_is_the_engine_s_too() -> None:
+    model = built(lambda: nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)))
+    grown = nn.Embedding(12, 4)
+    with sheer.zero.GatheredParameters([model[0].weight, grown.weight], modifier_rank=0):
+        if sheer.testing.rank() == 0:
+            grown.weight.data[:10] = model[0].weight.data
+    model[0].weight = grown.weight
+    start(model, Case(stage=3, world=2, rank=sheer.testing.rank()))
+    torch.manual_seed(0)
+    assert torch.equal(values(model)["0.weight"][:10], nn.Embedding(10, 4).weight)
 
 
 @pytest.mark.world_size(2)

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, NamedTuple, final
+from weakref import WeakValueDictionary
 
 import torch
 from torch.nn.modules import module as nn_module
@@ -25,6 +26,8 @@ from sheer.comm import Axis, Lane, Vault
 from sheer.config import Config
 from sheer.errors import UsageError
 from sheer.layout import STAGES, Placement
+from sheer.zero.autograd import storage_of
+from sheer.zero.flat import ShardedFlat
 from sheer.zero.marks import built_place_of, mark, unmark_built
 from sheer.zero.outside import looks_at_values, parameters_in
 from sheer.zero.placing import Site, shard_alone
@@ -51,7 +54,7 @@ class Init:
     """`with sheer.zero.Init(): model = Model()` builds a model whose parameters are sharded: on no rank is more whole
     than the parameters of the module whose constructor runs. Collective: every rank builds the same model.
 
-    Values are rank 0's, the same as without it for the same seed. The parameters stay the objects they are and can be
+    Values are rank 0's, the same as without it for the same seed (buffers', when it is initialized). The parameters stay the objects they are and can be
     read inside `GatheredParameters`; `initialize` takes the shards over at stage 3, and makes them whole below it. Does
     nothing on one rank, inside another `Init`, and for integers and lazy parameters, which `initialize` shards. Modules
     that are copied (`copy.deepcopy`) are whole until they are registered in another. Not for a `PipelineModule`, whose
@@ -155,6 +158,8 @@ class Building(TorchFunctionMode):
         super().__init__()
         self._site = site
         self._whole: dict[int, _Whole] = {}
+        self._placeholders: WeakValueDictionary[int, ShardedFlat] = WeakValueDictionary()
+        """Storage of a placeholder -> what it stands for."""
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -190,6 +195,9 @@ class Building(TorchFunctionMode):
     def _watch(self, owner: torch.nn.Module, name: str, param: torch.nn.Parameter) -> None:
         if id(param) in self._whole or not _can_shard(param) or placed_of(param) is not None:
             return
+        of = self._placeholders.get(storage_of(param))
+        if of is not None:  # Parameter(another) takes what that stands on, and is no torch function
+            param.data = of.whole_value(0, self._site.axis).view(param.shape)
         self.rest(keep=[whole.param for whole in self._whole.values() if whole.owner is owner])
         self._whole[id(param)] = _Whole(param, owner, f"{type(owner).__name__}.{name}")
 
@@ -229,7 +237,11 @@ class Building(TorchFunctionMode):
     def _shard(self, whole: _Whole) -> None:
         del self._whole[id(whole.param)]
         unmark_built(whole.param)  # it may be of another dtype by now
-        mark(whole.param, shard_alone(whole.param, whole.name, self._site), built=True)
+        placed = shard_alone(whole.param, whole.name, self._site)
+        mark(whole.param, placed, built=True)
+        flat = placed.flats[0]
+        assert isinstance(flat, ShardedFlat)
+        self._placeholders[flat.blank] = flat
 
 
 def _can_shard(param: torch.nn.Parameter) -> bool:
