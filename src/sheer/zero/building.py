@@ -54,11 +54,11 @@ class Init:
     """`with sheer.zero.Init(): model = Model()` builds a model whose parameters are sharded: on no rank is more whole
     than the parameters of the module whose constructor runs. Collective: every rank builds the same model.
 
-    Values are rank 0's, the same as without it for the same seed (buffers', when it is initialized). The parameters stay the objects they are and can be
-    read inside `GatheredParameters`; `initialize` takes the shards over at stage 3, and makes them whole below it. Does
-    nothing on one rank, inside another `Init`, and for integers and lazy parameters, which `initialize` shards. Modules
-    that are copied (`copy.deepcopy`) are whole until they are registered in another. Not for a `PipelineModule`, whose
-    stages build different layers.
+    Values are rank 0's, the same as without it for the same seed; buffers stay each rank's own until `initialize`. The
+    parameters stay the objects they are and can be read inside `GatheredParameters`; `initialize` takes the shards over
+    at stage 3, and makes them whole below it. Nothing is done on one rank, inside another `Init`, or for integers and
+    lazy parameters, which `initialize` shards. Modules that are copied (`copy.deepcopy`) are whole until they are
+    registered in another. Not for a `PipelineModule`, whose stages build different layers.
 
     Args:
         module: a model that is built already: its parameters are sharded at once.
