@@ -15,7 +15,7 @@ from sheer import device as devices
 from sheer.comm import Depots
 from sheer.device import aligned_zeros
 from sheer.errors import UsageError
-from sheer.layout import Bucket, Interval, Layout, Slot, overlap
+from sheer.layout import Bucket, Interval, Layout, Place, Slot, overlap
 from sheer.zero.autograd import storage_of
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class FlatBucket(ABC):
         self.owned = layout.owned(plan, rank)
         self.has_master = layout.has_master(plan)
         self._master_dtype = layout.master_dtype(plan)
+        self._host_may_look = layout.places.optim is not Place.DEVICE  # it waits for what it updates anyway
         self._depots = depots
         self._restored_grad_dtype = tuple(param.grad_dtype for param in self.params)
 
@@ -100,7 +101,9 @@ class FlatBucket(ABC):
         """Let values that the user has changed in place win over the master; untouched ones keep their fp32 bits."""
         if self.has_master:
             own = self.own.to(self.master.device)
-            torch.where(own != self.master.to(own.dtype), own.to(self.master.dtype), self.master, out=self.master)
+            rounded = self.master.to(own.dtype)
+            if not (self._host_may_look and torch.equal(own, rounded)):
+                torch.where(own != rounded, own.to(self.master.dtype), self.master, out=self.master)
 
     def publish(self) -> None:
         """Round the master into this rank's part of the parameters."""
