@@ -221,6 +221,8 @@ class Engine(OffloadVerbs, BatchVerbs, CheckpointVerbs, CompileVerbs, DeepSpeedN
         return torch.autocast(self.device.type, dtype=getattr(torch, section.dtype))
 
     def _to_device(self, batch: Any) -> Any:
+        if isinstance(batch, torch.Tensor):
+            return batch.to(self.device, non_blocking=True)
         return _pytree.tree_map_only(torch.Tensor, lambda t: t.to(self.device, non_blocking=True), batch)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:

@@ -291,8 +291,11 @@ class Pipeline:
         leg = self._legs[0]
         assert leg.action == action
         runtime = self._desk.runtime
-        runtime.gathering.turn(leg.what, following=self._legs[1].what if len(self._legs) > 1 else None)
-        if leg.what.phase is Phase.FORWARD:
+        if runtime.layout.shards_params:
+            runtime.gathering.turn(leg.what, following=self._legs[1].what if len(self._legs) > 1 else None)
+        if leg.what.phase is Phase.FORWARD and not runtime.layout.shards_params:
+            yield
+        elif leg.what.phase is Phase.FORWARD:
             runtime.gathering.begin_pipelined()
             with runtime.gathering.watched():
                 yield
