@@ -469,6 +469,44 @@ def test_a_cut_model_is_sharded_under_its_own_names(more: dict[str, Any]) -> Non
     assert_same_parameters(engine, expected)
 
 
+HOST = {"device": "cpu"}
+WAYS: dict[str, dict[str, Any]] = {
+    "named blocks": {"zero": {"blocks": ["Block", "*.up"]}},
+    "offload, chunks": {"zero": {"offload_param": HOST, "offload_optimizer": HOST}, "module": {"chunks": 2}},
+    "recomputed, halved": {
+        "pipeline": {"schedule": "zb-v", "activation_checkpoint_interval": 2},
+        "module": {"chunks": 2, "placement": "v"},
+    },
+}
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("way", WAYS)
+def test_sharded_stages_evaluate_and_train_in_every_way(way: str) -> None:
+    """Evaluated before the first step too, when no plan of gathers has been seen."""
+    chosen = WAYS[way]
+    case = case_of(2, stage=3, accumulation=4)
+    zero = {"stage": 3, "reduce_bucket_size": 600, **chosen.get("zero", {})}
+    module = staged(2, **chosen.get("module", {}))
+    engine = start(case, 2, module=module, zero_optimization=zero, pipeline=chosen.get("pipeline", {}))
+    data, found = batches(3, size=case.global_batch), []
+    for batch in data:
+        mine = [(parts[case.rank], parts[case.rank]) for parts in case.micro_batches(batch)]
+        found.append(engine.eval_batch(iter(mine)))
+        train(engine, case, [batch])
+    expected = whole()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
+    for batch, evaluated in zip(data, found, strict=True):
+        loss = cross_entropy(expected(batch), batch)
+        torch.testing.assert_close(evaluated, loss.detach(), **CLOSE)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same_parameters(engine, expected)
+    engine.destroy()
+    assert not any(param.isnan().any() for param in module.parameters())
+
+
 class Weighed(nn.Module):
     """A loss with a parameter of its own."""
 
