@@ -61,7 +61,7 @@ class Parts(NamedTuple):
     monitors: tuple[Monitor, ...]
     teller: Teller
     leave: Callable[[], None]
-    """Undoes what `initialize` did to the process: leaves the process group if it made it."""
+    """Lets go of the process groups that `initialize` made."""
 
 
 @final

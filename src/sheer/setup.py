@@ -72,8 +72,8 @@ def initialize(
         config: path of a JSON file, a dict, or a `Config`. `config_params` and `args.deepspeed_config` are other
             spellings of it.
 
-    The process group is joined if a launcher (torchrun) describes one and nobody has; with no launcher one process
-    trains alone.
+    The process group is joined if a launcher (torchrun) describes one and nobody has, and is left when the interpreter
+    ends: engines may follow one another. With no launcher one process trains alone.
 
     Raises:
         ConfigError, UsageError, DataError, CompileError: on every rank, naming what is wrong, before the model is
@@ -82,7 +82,8 @@ def initialize(
     observe.ensure_handler()
     device = devices.pick(devices.local_rank(rank=comm.rank()))
     devices.activate(device)
-    made_group = dist_init_required is not False and comm.init_process_group(device)
+    if dist_init_required is not False:
+        comm.init_process_group(device)
     world = comm.data_axis()
 
     def look() -> tuple[torch.nn.Module, Config]:
@@ -90,8 +91,6 @@ def initialize(
         return _check_model(model), Config.load(_one_config(args, config, config_params))
 
     leave = ExitStack()
-    if made_group:
-        leave.callback(comm.destroy_process_group)
     try:
         module, read = world.together(look, doing="sheer.initialize")
         split = _split_of(module, world)

@@ -183,6 +183,38 @@ def test_the_death_of_a_rank_is_an_error_on_the_others(stage: int, when: str) ->
     assert after == "usable" if stage < 3 else after[0] == CommError.__name__ and "Load a checkpoint" in after[1]
 
 
+def engines_in_a_row(rank: int, port: int, result: Any) -> None:
+    """One of two processes; nobody but `initialize` makes a process group."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    case = Case(stage=2, world=2, rank=rank)
+    kept = start(odd(), case)
+    for _ in range(3):
+        engine = start(odd(), case)
+        ours(engine, case, batches(1, size=case.global_batch), once)
+        engine.destroy()
+    ours(kept, case, batches(1, size=case.global_batch), once)
+    result.put(kept.global_steps)
+
+
+def test_engines_may_follow_one_another_and_an_older_one_goes_on() -> None:
+    context = torch.multiprocessing.get_context("spawn")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    result = context.Queue()
+    peers = [context.Process(target=engines_in_a_row, args=(rank, port, result)) for rank in range(2)]
+    for peer in peers:
+        peer.start()
+    try:
+        assert [result.get(timeout=60) for _ in peers] == [1, 1]
+        for peer in peers:
+            peer.join(timeout=30)
+        assert [peer.exitcode for peer in peers] == [0, 0]
+    finally:
+        for peer in peers:
+            peer.kill()
+
+
 # --- the end ----------------------------------------------------------------------------------------------------------
 
 

@@ -206,6 +206,18 @@ def test_gathered_parameters_nest_and_the_modifier_wins() -> None:
         sheer.zero.GatheredParameters(block, modifier_rank=2).__enter__()
 
 
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_is_written_through_data_inside_gathered_parameters_counts(stage: int) -> None:
+    """It leaves no trace in version counters."""
+    model = odd()
+    start(model, here()._replace(stage=stage))
+    weight = model.blocks[1].up.weight
+    with sheer.zero.GatheredParameters(weight):
+        weight.data.fill_(2.0)
+    assert (values(model)["blocks.1.up.weight"] == 2.0).all()
+
+
 @pytest.mark.world_size(1, 2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_full_state_dict_is_the_plain_modules(stage: int) -> None:

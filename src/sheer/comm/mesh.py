@@ -6,6 +6,7 @@ which talk most, are neighbours.
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -20,17 +21,17 @@ from sheer.comm.groups import own_group
 from sheer.errors import UsageError
 
 
-def init_process_group(device: torch.device, *, timeout: float | None = None) -> bool:
-    """Join the process group the launcher describes; True where this call made it.
+def init_process_group(device: torch.device, *, timeout: float | None = None) -> None:
+    """Join the process group the launcher describes, for the life of this process: a launcher's store serves one group.
 
     Without a launcher (no RANK and WORLD_SIZE in the environment) and without a group, nothing is made: one rank needs
     none. An existing group is used as it is.
     """
     if dist.is_initialized():
-        return False
+        return
     given = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
     if not given:
-        return False
+        return
     if len(given) == 1:
         missing = "RANK" if given == ["WORLD_SIZE"] else "WORLD_SIZE"
         raise UsageError(
@@ -40,7 +41,7 @@ def init_process_group(device: torch.device, *, timeout: float | None = None) ->
     dist.init_process_group(
         devices.backend(device), timeout=None if timeout is None else datetime.timedelta(seconds=timeout)
     )
-    return True
+    atexit.register(destroy_process_group)
 
 
 def is_initialized() -> bool:

@@ -104,11 +104,11 @@ class GatheredParameters:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with torch._C.DisableTorchFunction(), self._stack:
-            if error is None and self._modifier is not None:
-                for param, placed, home in self._places:
-                    value = param.detach().contiguous()
+            for param, placed, home in self._places if error is None else ():
+                value = param.detach().contiguous()
+                if self._modifier is not None:
                     placed.axis.broadcast(value, source=self._modifier)
-                    home.flat.write(home.position, value)
+                home.flat.write(home.position, value)  # also what was written through `.data`, which leaves no trace
 
 
 def _find(params: list[torch.nn.Parameter]) -> list[_Place]:
