@@ -35,7 +35,7 @@ from sheer.optim.handle import ShardedOptimizer
 from sheer.optim.loss_scale import LossScale
 from sheer.persist import Counters
 from sheer.pipelining import Pipeline
-from sheer.shards import names_and_ties
+from sheer.shards import names_and_ties, replaced
 from sheer.surface import DeepSpeedNames
 from sheer.zero import Units, find_units, inside_backward
 
@@ -399,6 +399,13 @@ class Engine(OffloadVerbs, BatchVerbs, CheckpointVerbs, CompileVerbs, DeepSpeedN
         saved = self._background.done if self._background.running else None
         stats = statistics.gather(self._runtime, self._plan.census, self._losses, micro_batches, over=saved)
         self._require_gradients(stats.unused)
+        others = replaced(self.module, self._params, among=sorted(stats.unused))
+        if others:
+            self._teller.warn_once(
+                "replaced",
+                f"{len(others)} parameters ({others[0]!r}, ...) are other Parameter objects than when the engine was "
+                "built, and do not train: copy values in place, or destroy the engine and build another",
+            )
         norm = stats.square_sum.sqrt() / scale
         lrs = tuple(float(group["lr"]) for group in optimizer.base.param_groups)
         skipped = self._checks_finite and not math.isfinite(norm.item())

@@ -22,6 +22,7 @@ from sheer.shards import (
     OPTIM,
     optimizer_shards,
     persistent_buffers,
+    replaced,
     saved_optimizer_states,
     settle,
     shards_to_save,
@@ -96,6 +97,8 @@ def save(
     mesh, section = parts.plan.runtime.mesh, parts.config.checkpoint
     axis = mesh.world
     axis.assemble("save_checkpoint", timeout=section.timeout_seconds)
+    if len(set(axis.gather_objects(background is None))) > 1:
+        raise UsageError("save_checkpoint: `blocking` is not the same on every rank; pass the same, or leave it out")
     everything = _of_all_stages(parts)
     without = frozenset(everything.frozen) if exclude_frozen else frozenset[str]()
 
@@ -176,11 +179,10 @@ def _of_all_stages(parts: SavedParts) -> _Names:
 
 def _check_in_place(parts: SavedParts) -> None:
     """Refuse to save other values than the module has: parameters that the engine does not know."""
-    now = dict(parts.module.named_parameters(remove_duplicate=False))
-    replaced = [fqn for fqn, param in parts.params.items() if now.get(fqn, param) is not param]
-    if replaced:
+    others = replaced(parts.module, parts.params, among=parts.params)
+    if others:
         raise UsageError(
-            f"parameter {replaced[0]!r} ({len(replaced)} in all) is another Parameter object than when the engine was "
+            f"parameter {others[0]!r} ({len(others)} in all) is another Parameter object than when the engine was "
             "built (assigned anew, or by load_state_dict(assign=True)): it does not train, and what would be saved is "
             "the old one. Copy values in place, or destroy the engine and build another"
         )

@@ -269,14 +269,19 @@ def _make_depots(layout: Layout, config: Config, device: torch.device) -> Depots
     )
 
 
-def _check_room(layout: Layout, depots: Depots, base: torch.optim.Optimizer | None, mesh: Mesh) -> None:
-    """Find out on all ranks at once, before anything changes, whether what is to be in files has room there.
+def _check_room(
+    layout: Layout, depots: Depots, base: torch.optim.Optimizer | None, mesh: Mesh, *, states: int = 1
+) -> None:
+    """Find out on all ranks at once, before anything changes, whether what is to be in files has room there, the
+    optimizer's state so many times.
 
     Raises ConfigError on every rank. Collective on all ranks where files are used.
     """
     if Place.FILES not in layout.places:
         return
-    needed = layout.nbytes()["master"][1] + (0 if base is None else _state_nbytes(layout, base, mesh.data.rank))
+    needed = layout.nbytes()["master"][1] + (
+        0 if base is None else states * _state_nbytes(layout, base, mesh.data.rank)
+    )
     with ExitStack() as held:
 
         def reserve() -> None:
@@ -327,7 +332,8 @@ def rebuild(
     )
     census = take(layout, mesh, device)
     depots = old.runtime.depots
-    _check_room(layout, depots, None if optimizer is None else optimizer.base, mesh)
+    # What comes in lies beside the new optimizer's own room until it is adopted.
+    _check_room(layout, depots, None if optimizer is None else optimizer.base, mesh, states=2)
     pieces = [] if optimizer is None else _everything(optimizer)
     offers = restate.describe(pieces, axis)
     forms = {} if optimizer is None else merged_forms(optimizer, axis)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +45,20 @@ def names_and_ties(
         if own != fqn:
             ties[fqn] = own
     return params, ties
+
+
+def replaced(module: torch.nn.Module, params: Mapping[str, torch.nn.Parameter], *, among: Iterable[str]) -> list[str]:
+    """Those `among` the names of `params` that are other Parameter objects in `module` now."""
+    found = []
+    for fqn in among:
+        owner, _, name = fqn.rpartition(".")
+        try:
+            now = module.get_submodule(owner)._parameters.get(name)
+        except AttributeError:  # the module was taken out
+            continue
+        if now is not None and fqn in params and now is not params[fqn]:
+            found.append(fqn)
+    return found
 
 
 def persistent_buffers(module: torch.nn.Module) -> Buffers:

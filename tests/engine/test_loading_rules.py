@@ -203,7 +203,7 @@ def test_a_folder_for_each_rank(stages: tuple[int, int], tmp_path: Path) -> None
 
 
 @pytest.mark.world_size(2)
-def test_arguments_that_differ_between_ranks_or_are_no_arguments(tmp_path: Path) -> None:
+def test_arguments_that_differ_between_ranks_or_are_no_arguments(tmp_path: Path, caplog) -> None:
     case = case_of(1)
     engine = start(odd(), case)
     train(engine, case, range(1))
@@ -223,6 +223,10 @@ def test_arguments_that_differ_between_ranks_or_are_no_arguments(tmp_path: Path)
             engine.load_checkpoint(tmp_path, **given)
     assert_same(snapshot(engine), before)
     engine.load_checkpoint(tmp_path, tag="t")
-    engine.module.blocks[1].up.weight = nn.Parameter(torch.zeros(24, 12))
+    with pytest.raises(UsageError, match="`blocking` is not the same"):
+        engine.save_checkpoint(tmp_path, blocking=bool(case.rank))
+    engine.module.blocks[1].up.weight = nn.Parameter(torch.zeros(24, 12, dtype=torch.bfloat16))
+    train(engine, case, range(1))
+    assert case.rank or "1 parameters ('blocks.1.up.weight', ...) are other Parameter objects" in caplog.text
     with pytest.raises(UsageError, match=r"'blocks\.1\.up\.weight' \(1 in all\) is another Parameter object"):
         engine.save_checkpoint(tmp_path)
