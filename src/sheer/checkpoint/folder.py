@@ -86,6 +86,11 @@ def find(root: str | os.PathLike[str], tag: str | None = None) -> Path | None:
     if latest is None:
         return None
     directory = _directory(base, latest)
+    if directory is None and (base / latest).is_dir():
+        raise CheckpointError(
+            f"{base / LATEST} names {latest!r}, which is there but has no {INDEX}: it is no checkpoint of Sheer's own "
+            "format. One of DeepSpeed is read by engine.load_checkpoint and turned into one by `sheer ckpt import`."
+        )
     if directory is None:
         raise CheckpointError(f"{base / LATEST} names {latest!r}, which is not there; pass `tag`: {_known(root)}")
     return directory

@@ -287,24 +287,33 @@ def _decide(
         )
     missing = {key: shape for findings in found for key, shape in findings.missing.items()}
     used = set[Key]().union(*(findings.used for findings in found))
-    unexpected = sorted(k for k, _ in index.entries() if k not in used and (kinds is None or k.kind in kinds))
-    refused = [key for key in sorted(missing) if not _allowed(allow_missing, key)]
+    unexpected = sorted(
+        (k for k, _ in index.entries() if k not in used and (kinds is None or k.kind in kinds)), key=_weights_first
+    )
+    refused = [key for key in sorted(missing, key=_weights_first) if not _allowed(allow_missing, key)]
+    faults = set[str]().union(*(findings.faults for findings in found))
     lines = [
-        *_listed(sorted(set[str]().union(*(findings.faults for findings in found)))),
+        *_listed(sorted(faults, key=lambda line: (": optim." in line, line))),
         *_listed([_missing_line(index, key, missing[key], unexpected) for key in refused[: _SHOWN + 1]], len(refused)),
     ]
     if not allow_unexpected:
         shown = [_unexpected_line(index, key, missing) for key in unexpected[: _SHOWN + 1]]
         lines += _listed(shown, len(unexpected))
     if lines:
-        options = "allow missing or unexpected tensors, or load fewer kinds, if that is meant"
         listing = "\n".join(f"  {line}" for line in lines)
         raise CheckpointError(
             f"checkpoint {index.directory} does not fit what is to be loaded; nothing was changed:\n{listing}\n"
-            f"Load it into the model that was saved; {options}."
+            "Load it into the model that was saved, or say what is meant. An engine's load_checkpoint takes "
+            "load_module_strict=False (what is in both), exclude=... (not these, whatever their shape), rename={...} "
+            "(other names) and reset_optimizer=True."
         )
     loaded = set[Key]().union(*(findings.loaded for findings in found))
     return LoadReport(tuple(sorted(loaded)), tuple(sorted(missing)), tuple(unexpected), 0)
+
+
+def _weights_first(key: Key) -> tuple[bool, Key]:
+    """The order of a list: optimizer state, which follows from its parameter, comes last."""
+    return key.kind.startswith("optim."), key
 
 
 def _odd_rank(found: Sequence[_Findings]) -> int:
