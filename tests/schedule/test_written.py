@@ -65,3 +65,9 @@ def test_forwards_alone_get_no_ending() -> None:
 def test_what_cannot_be_read_is_named(text: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         parse(text)
+
+
+@pytest.mark.parametrize("wrong", [object(), "F0 B0", [1, 2], [["F0", 3]], None])
+def test_what_is_no_lists_of_actions_is_refused(wrong: object) -> None:
+    with pytest.raises(UsageError, match="of type"):
+        custom(wrong)  # type: ignore[arg-type]

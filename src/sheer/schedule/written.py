@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from sheer.errors import UsageError
 from sheer.schedule.plan import ENDING, Action, Kind, Schedule
@@ -29,7 +30,9 @@ def custom(
     The numbers of micro-batches and chunks are those that occur. Where there is a backward, REDUCE STEP is added to the
     lists that leave it out. Raises UsageError for text that is no action; whether it can run says `validate`.
     """
-    lists = [tuple(_action(one) for one in (some.split() if isinstance(some, str) else some)) for some in stages]
+    if isinstance(stages, str) or not isinstance(stages, Iterable):
+        raise UsageError(f"a schedule is one list of actions for each stage, not {_told(stages)}")
+    lists = [tuple(map(_action, _one_stage(some))) for some in stages]
     work = [action for actions in lists for action in actions if action not in ENDING]
     if any(action.kind is not Kind.FORWARD for action in work):
         lists = [actions if set(ENDING) & set(actions) else (*actions, *ENDING) for actions in lists]
@@ -57,9 +60,23 @@ def to_json(schedule: Schedule) -> str:
     return json.dumps({"name": schedule.name, "placement": schedule.placement, "stages": stages}, indent=2) + "\n"
 
 
-def _action(one: str | Action) -> Action:
+def _one_stage(some: object) -> Iterable[Any]:
+    if isinstance(some, str):
+        return some.split()
+    if isinstance(some, Iterable):
+        return some
+    raise UsageError(f'a stage is a list of actions or text such as "F0 F1 B0 B1", not {_told(some)}')
+
+
+def _told(value: object) -> str:
+    return f"a value of type {type(value).__name__}"
+
+
+def _action(one: object) -> Action:
     if isinstance(one, Action):
         return one
+    if not isinstance(one, str):
+        raise UsageError(f'an action is a sheer.schedule.Action or text such as "F0", not {_told(one)}')
     for ending in ENDING:
         if one == ending.kind.value:
             return ending
