@@ -68,6 +68,15 @@ def test_there_and_back(model: Model, kind: str, name: str, tmp_path: Path) -> N
     assert main(["ckpt", "diff", str(tmp_path / "one"), str(tmp_path / "two")]) == 0
 
 
+def test_what_is_there_is_not_replaced(model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write(model, "pt", tmp_path)
+    imported(source, tmp_path / "root")
+    for what, says in ((source, "has a checkpoint 'imported'"), (tmp_path / "root", "a checkpoint of Sheer's already")):
+        where = tmp_path / ("root" if what == source else "other")
+        assert main(["ckpt", "import", str(what), str(where)]) != 0
+        assert says in capsys.readouterr().err
+
+
 def test_an_engine_loads_it_buffers_too(tmp_path: Path) -> None:
     def build(seed: int) -> nn.Module:
         torch.manual_seed(seed)

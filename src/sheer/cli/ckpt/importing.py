@@ -34,8 +34,13 @@ def register(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 def run(args: argparse.Namespace) -> int:
     """Save the checkpoint and say what was made of the names."""
-    from sheer.checkpoint import Alone, save
+    from sheer.checkpoint import Alone, list_tags, save
+    from sheer.errors import CheckpointError
 
+    if args.tag in list_tags(args.directory):
+        raise CheckpointError(
+            f"{args.directory} has a checkpoint {args.tag!r}; name another by --tag, or remove it first."
+        )
     foreign = _read(Path(args.source), args.source_tag)
     shards = [shard for shard in foreign.shards if not args.weights_only or shard.kind in ("param", "buffer")]
     facts = {**foreign.facts, "ties": foreign.ties, "imported": str(args.source)}
@@ -64,12 +69,16 @@ def _followed(shard: Shard, advance: Callable[[int], None]) -> Shard:
 
 
 def _read(source: Path, tag: str | None) -> Foreign:
+    from sheer.checkpoint import find
     from sheer.checkpoint.formats import find_foreign
     from sheer.errors import CheckpointError
 
     found = find_foreign(source, tag)
     if found is None:
-        what = "is nothing that this command reads" if source.exists() else "is not there"
+        what = "is not there"
+        if source.exists():
+            ours = source.is_dir() and find(source, tag) is not None
+            what = "is a checkpoint of Sheer's already" if ours else "is nothing that this command reads"
         raise CheckpointError(f"{source if tag is None else source / tag} {what}. It reads {_READS}.")
     return found.read()
 
