@@ -268,6 +268,8 @@ def build_links(
     counters = MessageCounters()
     if everyone.group is None:
         return Links({}, counters, everyone, None, ())
+    if pipe.size == 1 and not _native(everyone.group):  # nothing is sent, so there is no group to leave early either
+        return Links({}, counters, everyone, everyone.group, ())
     everybody = _ranks(everyone)
     together = own_group([everybody], like=everyone.group, backend="gloo")
     groups = [together]
