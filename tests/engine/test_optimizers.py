@@ -499,8 +499,8 @@ def test_the_checkpoints_hyperparameters_win_and_it_is_said(tmp_path, caplog: py
     group = engine.optimizer.param_groups[0]
     assert (group["lr"], group["weight_decay"]) == (1e-2, 0.1)
     assert group["foreach"] is True  # how it is computed is this run's business
-    assert "group 0: lr 0.005 -> 0.01" in caplog.text
-    assert "group 0: weight_decay 0.0 -> 0.1" in caplog.text
+    assert "group 0: lr 0.005 here, 0.01 in the checkpoint" in caplog.text
+    assert "group 0: weight_decay 0.0 here, 0.1 in the checkpoint" in caplog.text
     assert "foreach" not in caplog.text
     kept = start(odd(), Case(extra=changed))
     kept.load_checkpoint(tmp_path, load_optimizer_states=False)

@@ -319,6 +319,7 @@ class ZeroRuntime:
     def clear(self) -> None:
         """Forget all gradients; `.grad` of every managed parameter becomes None."""
         self._in_flight.clear()
+        self._landed = None
         self._ties.clear()
         for grad in self.grads:
             grad.clear()
