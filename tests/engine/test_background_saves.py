@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -186,7 +187,7 @@ def test_threads_beside_talk_in_order_and_name_who_is_gone() -> None:
     assert not left.check(["1/from/1"])
     if axis.rank == 0:
         lonely = axis.beside()
-        lonely._timeout /= 36000
+        lonely._timeout = 0.01
         with pytest.raises(CommError, match=r"rank 0 waited 0.* s in vain for rank 1 of 2"):
             lonely.gather_objects(None)
     axis.barrier()
@@ -202,6 +203,23 @@ def test_a_rank_that_is_gone_is_named_and_nothing_is_lost(tmp_path: Path) -> Non
         saving.finish(begun("bad"), [], axis=lonely)
     assert sorted(os.listdir(tmp_path)) == [".lock", "good", "latest"]
     saving.finish(begun("better"), [], axis=checkpoint.Alone())
+
+
+def test_who_takes_long_is_waited_for_and_who_is_gone_is_not() -> None:
+    store = dist.HashStore()
+    slow, waiting = (comm.Beside(store, rank=rank, size=2, timeout=60, silence=0.2) for rank in (1, 0))
+
+    def late(rank: comm.Beside) -> None:
+        time.sleep(1.0)
+        rank.gather_objects("late")
+
+    thread = threading.Thread(target=late, args=[slow])
+    thread.start()
+    assert waiting.gather_objects(None) == [None, "late"]
+    thread.join()
+    del slow, thread
+    with pytest.raises(CommError, match=r"rank 1 of 2 has given no sign of life for 0\.2 s"):
+        waiting.gather_objects(None)
 
 
 SCRIPT = """

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import datetime
 import pickle
+import threading
+import time
+import weakref
 from typing import Any
 
 import torch.distributed as dist
@@ -13,20 +15,33 @@ from sheer.comm.agreement import raise_together
 from sheer.comm.tickets import completing
 from sheer.errors import CommError
 
+POLL_S = 0.02
+PULSE_S = 2.0
+SILENCE_S = 30.0
+"""A rank that has given no sign of life for so long is gone; one that only takes long gives them."""
+
 
 class Beside:
     """The ranks of an axis, for one thread of each beside training. Uses no process group, whose collectives must come
     in one order; a connection to the store of its own, so that waiting here holds up nobody.
 
     Everything is collective among these threads. Rank 0 leaves an exchange last: where its process holds the store,
-    nobody is left without an answer.
+    nobody is left without an answer. While this object lives its process gives signs of life, so that the others need
+    not wait for one that was killed.
     """
 
-    def __init__(self, store: _Store | None, *, rank: int, size: int, timeout: float) -> None:
+    def __init__(
+        self, store: _Store | None, *, rank: int, size: int, timeout: float, silence: float = SILENCE_S
+    ) -> None:
         """`store` is this group of threads' own part of a store; a thread alone needs none."""
         self.rank, self.size = rank, size
-        self._store, self._timeout = store, datetime.timedelta(seconds=timeout)
+        self._store, self._timeout, self._silence = store, timeout, silence
+        self._pulse = min(PULSE_S, silence / 4)
         self._calls = 0
+        if store is not None:
+            stop = threading.Event()
+            weakref.finalize(self, stop.set)
+            threading.Thread(target=_beat, args=(store, f"alive/{rank}", self._pulse, stop), daemon=True).start()
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's `value`, in rank order, on every rank."""
@@ -53,13 +68,21 @@ class Beside:
         return told
 
     def _hear(self, store: _Store, key: str, *, of: int) -> bytes:
-        """What rank `of` told."""
-        try:
-            store.wait([key], self._timeout)
-        except dist.DistStoreError as error:
-            raise CommError(
-                f"rank {self.rank} waited {self._timeout.total_seconds():g} s in vain for rank {of} of {self.size}"
-            ) from error
+        """What rank `of` told. Raises CommError where it is gone, or does not speak in time."""
+        began = heard = looked = time.monotonic()
+        sign = b""
+        while not store.check([key]):
+            time.sleep(POLL_S)
+            now = time.monotonic()
+            if now - began > self._timeout:
+                raise CommError(f"rank {self.rank} waited {self._timeout:g} s in vain for rank {of} of {self.size}")
+            if now - looked < self._pulse:
+                continue
+            looked = now
+            if (last := _sign(store, of)) != sign:
+                heard, sign = now, last
+            elif now - heard > self._silence:
+                raise CommError(f"rank {of} of {self.size} has given no sign of life for {self._silence:g} s")
         return bytes(store.get(key))
 
     def agree(self, error: BaseException | None, *, doing: str) -> None:
@@ -72,3 +95,22 @@ class Beside:
 
 def _tell(store: _Store, key: str, value: bytes) -> None:
     store.set(key, value)  # type: ignore[arg-type]  # torch's annotation says str; both are taken
+
+
+def _beat(store: _Store, key: str, pulse: float, stop: threading.Event) -> None:
+    """Say again and again that this process lives."""
+    count = 0
+    try:
+        while not stop.is_set():
+            _tell(store, key, str(count).encode())
+            count += 1
+            stop.wait(pulse)
+        store.delete_key(key)
+    except dist.DistError:  # the store is gone; who needs it is told when asking
+        return
+
+
+def _sign(store: _Store, rank: int) -> bytes:
+    """The last sign of life of `rank`; empty where there was none."""
+    key = f"alive/{rank}"
+    return bytes(store.get(key)) if store.check([key]) else b""
