@@ -302,6 +302,8 @@ class Gathering:
         Raises:
             UsageError: naming it.
         """
+        if self._holding:  # a backward with create_graph has read parameters, where they were whole, and they still are
+            return
         for param in read_since(self._forward_end, loss) if self._units else ():
             unit = self._unit_of.get(id(param))
             if unit is not None and unit.name != ROOT and not unit.pins:
