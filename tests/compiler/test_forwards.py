@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
