@@ -116,6 +116,8 @@ class BucketGrad(ABC):
         self._views: list[torch.Tensor] = []
         self._gaps: list[torch.Tensor] = []
         self._cuts = _cuts(flat.plan)
+        self._device = flat.full.device
+        self.hold(True)
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
@@ -307,21 +309,6 @@ class ResidentGrad(BucketGrad):
     each element's sum is held by one rank and the next reduction counts it once.
     """
 
-    def __init__(
-        self,
-        flat: FlatBucket,
-        *,
-        rank: int,
-        target: Placement,
-        lane: Lane,
-        arena: Arena,
-        wire: Wire,
-        depot: Depot,
-    ) -> None:
-        super().__init__(flat, rank=rank, target=target, lane=lane, arena=arena, wire=wire, depot=depot)
-        self._device = flat.full.device
-        self.hold(True)
-
     def hold(self, hold: bool) -> None:
         """See `BucketGrad`."""
         plan = self.flat.plan
@@ -373,20 +360,7 @@ class ShardedGrad(BucketGrad):
     summed  [shard]  S  accumulation dtype; on the device, or on the host where the optimizer works there
     """
 
-    def __init__(
-        self,
-        flat: FlatBucket,
-        *,
-        rank: int,
-        target: Placement,
-        lane: Lane,
-        arena: Arena,
-        wire: Wire,
-        depot: Depot,
-    ) -> None:
-        super().__init__(flat, rank=rank, target=target, lane=lane, arena=arena, wire=wire, depot=depot)
-        self.hold(True)
-        self._fresh = True  # nothing has been summed since the last step
+    _fresh = True  # nothing has been summed since the last step
 
     def hold(self, hold: bool) -> None:
         """See `BucketGrad`."""
