@@ -29,9 +29,7 @@ def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
     if found is None:
         return None
     engine, grad, index = found
-    grad.flat.adopt()
-    grad.flat.notice_writes()
-    grad.flat.absorb()
+    _heed_user(grad)
     return _full(engine, grad, index, grad.flat.master).float()
 
 
@@ -47,22 +45,16 @@ def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> 
 def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
     """The mean gradient over ranks and micro-batches, full shape, a copy, without the loss scale; between backward and
     step. None where there is none, or no engine trains the parameter."""
-    found = _find(param)
+    found = _with_gradient(param)
     if found is None:
         return None
     engine, grad, index = found
-    if not engine.reduce_now():
-        return None
-    if not grad.used[index] and not _used_anywhere(engine, grad, index):
-        return None
     return _full(engine, grad, index, grad.owned()).float() / engine.loss_scale()
 
 
 def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Overwrite the mean gradient that the coming step will use (full shape, equal on all ranks)."""
-    engine, grad, index = _required(param)
-    engine.reduce_now(to_write=True)
-    grad.used[index] = 1
+    engine, grad, index = _to_write_gradient(param)
     _write(grad, index, grad.owned(), value * engine.loss_scale())
 
 
@@ -100,9 +92,8 @@ def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor
         )
     _check_shape(slot.fqn, slot.shape, value)
     flat = value.reshape(-1)
-    for piece in optimizer.export():
-        if piece.fqn == slot.fqn and piece.key == optim_state_key:
-            piece.data.copy_(flat[piece.start : piece.start + piece.data.numel()])
+    for piece in _local_states(engine, grad, index, optim_state_key):
+        piece.data.copy_(flat[piece.start : piece.start + piece.data.numel()])
 
 
 # --- the part of one rank ---------------------------------------------------------------------------------------------
@@ -114,40 +105,30 @@ def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
     if found is None:
         return None
     _, grad, index = found
-    grad.flat.adopt()
-    grad.flat.notice_writes()
-    grad.flat.absorb()
+    _heed_user(grad)
     return _part(grad, index, grad.flat.master).float().clone()
 
 
 def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Overwrite this rank's part of the parameter and its master; every rank gives its own."""
     engine, grad, index = _required(param)
-    grad.flat.adopt()
-    grad.flat.notice_writes()
-    grad.flat.absorb()
+    _heed_user(grad)
     _write_part(grad, index, grad.flat.master, value)
     safe_set_full_fp32_param(param, _full(engine, grad, index, grad.flat.master))
 
 
 def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
     """This rank's part of `safe_get_full_grad`, flat, a copy."""
-    found = _find(param)
+    found = _with_gradient(param)
     if found is None:
         return None
     engine, grad, index = found
-    if not engine.reduce_now():
-        return None
-    if not grad.used[index] and not _used_anywhere(engine, grad, index):
-        return None
     return _part(grad, index, grad.owned()).float() / engine.loss_scale()
 
 
 def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Overwrite this rank's part of the mean gradient that the coming step will use; every rank gives its own."""
-    engine, grad, index = _required(param)
-    engine.reduce_now(to_write=True)
-    grad.used[index] = 1
+    engine, grad, index = _to_write_gradient(param)
     _write_part(grad, index, grad.owned(), value * engine.loss_scale())
 
 
@@ -193,6 +174,32 @@ def _required(param: torch.nn.Parameter) -> tuple[Engine, BucketGrad, int]:
     if found is None:
         raise UsageError(f"a tensor of shape {tuple(param.shape)} is no parameter that a living engine trains")
     return found
+
+
+def _with_gradient(param: torch.nn.Parameter) -> tuple[Engine, BucketGrad, int] | None:
+    """`_find`, with the gradient reduced; None where no rank has one."""
+    found = _find(param)
+    if found is None:
+        return None
+    engine, grad, index = found
+    if not engine.reduce_now():
+        return None
+    return found if grad.used[index] or _used_anywhere(engine, grad, index) else None
+
+
+def _to_write_gradient(param: torch.nn.Parameter) -> tuple[Engine, BucketGrad, int]:
+    """`_required`, with the gradient reduced and counted as one that is there."""
+    engine, grad, index = _required(param)
+    engine.reduce_now(to_write=True)
+    grad.used[index] = 1
+    return engine, grad, index
+
+
+def _heed_user(grad: BucketGrad) -> None:
+    """Let the master follow what the user has changed."""
+    grad.flat.adopt()
+    grad.flat.notice_writes()
+    grad.flat.absorb()
 
 
 def _used_anywhere(engine: Engine, grad: BucketGrad, index: int) -> bool:
