@@ -279,13 +279,12 @@ def _check_room(
     """
     if Place.FILES not in layout.places:
         return
-    needed = layout.nbytes()["master"][1] + (
-        0 if base is None else states * _state_nbytes(layout, base, mesh.data.rank)
-    )
+    at_rest = layout.nbytes()
+    needed = at_rest["master"][1] + (0 if base is None else states * _state_nbytes(layout, base, mesh.data.rank))
     with ExitStack() as held:
 
         def reserve() -> None:
-            held.enter_context(depots.param.reserve(layout.nbytes()["param"][1]))
+            held.enter_context(depots.param.reserve(at_rest["param"][1]))
             held.enter_context(depots.optim.reserve(needed))
 
         mesh.world.together(reserve, doing="offload")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import groupby, pairwise
 from math import prod
 from typing import Any
@@ -209,7 +209,10 @@ class FlatOptimizer:
         moving = [run for run in self.runs if not unused or any(s.fqn not in unused for s in self._slots(run))]
         factor = None if factor is None else factor.to(self.device)
         turns = self._turns()
-        with self._divided_by(factor) if self._divides else nullcontext():
+        dividing: AbstractContextManager[None] = nullcontext()
+        if factor is not None and self._divides:
+            dividing, factor = self._divided_by(factor), None
+        with dividing:
             for number, turn in enumerate(turns):
                 for index in turn:
                     if first is not None:
@@ -233,7 +236,7 @@ class FlatOptimizer:
     def _gradient(self, index: int, grad: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
         """As the optimizer wants it."""
         grad = grad.to(self.device, self.masters[index].tensor.dtype)
-        return grad if factor is None or self._divides else grad.mul_(factor)
+        return grad if factor is None else grad.mul_(factor)
 
     @property
     def _divides(self) -> bool:
@@ -241,11 +244,8 @@ class FlatOptimizer:
         return type(self.base) in _FUSED and all(group.get("fused") for group in self.base.param_groups)
 
     @contextmanager
-    def _divided_by(self, factor: torch.Tensor | None) -> Iterator[None]:
+    def _divided_by(self, factor: torch.Tensor) -> Iterator[None]:
         """As torch's GradScaler tells a fused optimizer by what to divide."""
-        if factor is None:
-            yield
-            return
         self.base.grad_scale = factor.reciprocal()  # type: ignore[attr-defined]
         try:
             yield

@@ -73,7 +73,7 @@ class Incoming:
         """By master and key the state that there is, where it is what is to come but for its values."""
         optimizer = self._optimizer
         for index, master in enumerate(optimizer.masters):
-            runs = [run for run in optimizer.runs if run.master == index]
+            runs = optimizer.runs_of(index)
             if len(runs) != 1 or optimizer.whole_tensors:
                 continue
             saved = [self._saved.get(piece.fqn, {}) for piece in master.bucket.pieces(master.owned)]
