@@ -104,11 +104,16 @@ class GatheredParameters:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with torch._C.DisableTorchFunction(), self._stack:
-            for param, placed, home in self._places if error is None else ():
+            if error is not None:
+                return
+            if self._modifier is None:
+                for flat in {home.flat for _, _, home in self._places}:
+                    flat.notice_writes(traceless=True)
+                return
+            for param, placed, home in self._places:
                 value = param.detach().contiguous()
-                if self._modifier is not None:
-                    placed.axis.broadcast(value, source=self._modifier)
-                home.flat.write(home.position, value)  # also what was written through `.data`, which leaves no trace
+                placed.axis.broadcast(value, source=self._modifier)
+                home.flat.write(home.position, value)
 
 
 def _find(params: list[torch.nn.Parameter]) -> list[_Place]:

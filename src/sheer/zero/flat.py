@@ -153,8 +153,9 @@ class FlatBucket(ABC):
         """Refuse data that are no values of the parameter."""
 
     @abstractmethod
-    def notice_writes(self) -> None:
-        """Bring what the user has written in place into `own`."""
+    def notice_writes(self, *, traceless: bool = False) -> None:
+        """Bring what the user has written in place into `own`; with `traceless` also what was written through `.data`,
+        which no version counts."""
 
 
 @final
@@ -216,7 +217,7 @@ class ReplicatedFlat(FlatBucket):
     def _check_given(self, slot: Slot, given: torch.Tensor) -> None:
         """Anything is a value."""
 
-    def notice_writes(self) -> None:
+    def notice_writes(self, *, traceless: bool = False) -> None:
         """`own` is where they were written."""
 
 
@@ -336,10 +337,10 @@ class ShardedFlat(FlatBucket):
         """Grows with every in-place change of a parameter; a swap of `.data` does not count."""
         return sum(param._version for param in self.params)
 
-    def notice_writes(self) -> None:
+    def notice_writes(self, *, traceless: bool = False) -> None:
         """See `FlatBucket`."""
-        if self._whole and self._versions != (versions := self._count_writes()):
-            self._versions = versions
+        if self._whole and (traceless or self._versions != self._count_writes()):
+            self._versions = self._count_writes()
             self.own.copy_(self.full[self.owned.start : self.owned.stop])
 
     def _check_given(self, slot: Slot, given: torch.Tensor) -> None:

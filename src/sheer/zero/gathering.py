@@ -60,6 +60,10 @@ class Unit:
     """Whether it stays until the update, because a parameter was read outside its calls."""
     tickets: list[Ticket] = field(default_factory=list)
 
+    def name_of(self, param: torch.nn.Parameter) -> str:
+        """The name of `param`, which is one of its own."""
+        return next(name for flat in self.flats if (name := flat.name_of(param)))
+
 
 @dataclass(eq=False)
 class Call:
@@ -293,7 +297,7 @@ class Gathering:
             return
         unit.kept = unit.kept or torch.is_grad_enabled()
         if self.learning:
-            self._noticed.add(next(name for flat in unit.flats if (name := flat.name_of(param))))
+            self._noticed.add(unit.name_of(param))
         self._arrive(unit)
 
     def check_loss(self, loss: torch.Tensor) -> None:
@@ -307,11 +311,10 @@ class Gathering:
         for param in read_since(self._forward_end, loss) if self._units else ():
             unit = self._unit_of.get(id(param))
             if unit is not None and unit.name != ROOT and not unit.pins:
-                name = next(name for flat in unit.flats if (name := flat.name_of(param)))
                 raise UsageError(
-                    f"parameter {name!r} was read after the forward, for the loss, where it is sharded (stage 3), so "
-                    "only a placeholder was. Read it inside the model's forward, or inside "
-                    f"sheer.zero.GatheredParameters with the backward in it too, or, once, for good: "
+                    f"parameter {unit.name_of(param)!r} was read after the forward, for the loss, where it is sharded "
+                    "(stage 3), so only a placeholder was. Read it inside the model's forward, or inside "
+                    "sheer.zero.GatheredParameters with the backward in it too, or, once, for good: "
                     "sheer.zero.register_external_parameter(model, parameter)"
                 )
 
