@@ -115,13 +115,31 @@ class SideStream:
         return Copy(None if self._stream is None else self._stream.record_event(), then)
 
 
-class DeviceMemory:
-    """The memory of the device that trains."""
+class Memory:
+    """Memory where everything stays; see the two below."""
 
     paged = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """See `Depot`."""
+        return tensor.device == self.device
+
+    def reserve(self, nbytes: int) -> AbstractContextManager[None]:
+        """Whether there is room is seen when it is taken."""
+        return nullcontext()
+
+    def expect(self, tensor: torch.Tensor) -> None:
+        """It is there."""
+
+    def rest(self, tensor: torch.Tensor) -> None:
+        """It stays."""
+
+
+class DeviceMemory(Memory):
+    """The memory of the device that trains."""
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Depot`."""
@@ -130,10 +148,6 @@ class DeviceMemory:
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Depot`."""
         return torch.empty(numel, dtype=dtype, device=self.device)
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """See `Depot`."""
-        return tensor.device == self.device
 
     def brought(self, tensor: torch.Tensor, *, into: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
         """It is there."""
@@ -149,25 +163,13 @@ class DeviceMemory:
         target.add_(source)
         return Copy()
 
-    def reserve(self, nbytes: int) -> AbstractContextManager[None]:
-        """Whether there is room is seen when it is taken."""
-        return nullcontext()
 
-    def expect(self, tensor: torch.Tensor) -> None:
-        """It is there."""
-
-    def rest(self, tensor: torch.Tensor) -> None:
-        """It stays."""
-
-
-class HostMemory:
+class HostMemory(Memory):
     """The machine's own memory, page-locked where it is `pinned`, so that a device copies by itself."""
-
-    paged = False
 
     def __init__(self, device: torch.device, *, pinned: bool) -> None:
         """`device` is the one that trains."""
-        self.device = devices.host()
+        super().__init__(devices.host())
         self._pinned = pinned and not devices.is_host(device)
         self._side = SideStream(device)
 
@@ -179,10 +181,6 @@ class HostMemory:
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Depot`."""
         return torch.empty(numel, dtype=dtype, device=self.device, pin_memory=self._pinned)
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """See `Depot`."""
-        return tensor.device == self.device
 
     @contextmanager
     def brought(self, tensor: torch.Tensor, *, into: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -202,13 +200,3 @@ class HostMemory:
         with self._side.after_current():
             arriving.copy_(source, non_blocking=self._pinned)
         return self._side.mark(lambda: target.add_(arriving))
-
-    def reserve(self, nbytes: int) -> AbstractContextManager[None]:
-        """Whether there is room is seen when it is taken."""
-        return nullcontext()
-
-    def expect(self, tensor: torch.Tensor) -> None:
-        """It is there."""
-
-    def rest(self, tensor: torch.Tensor) -> None:
-        """It stays."""
