@@ -7,18 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sheer.checkpoint.folder import check_tag, find
-from sheer.checkpoint.formats import Found, find_foreign
 from sheer.checkpoint.loading import as_it_is, open_together, read_rng, read_state
 from sheer.checkpoint.local import at_hand
 from sheer.checkpoint.mapped import Mapped, MappedReader, Reading, Source
 from sheer.checkpoint.ranks import Axis, on_first, together
 from sheer.checkpoint.reader import Reader
 from sheer.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from sheer.checkpoint.formats import Found
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ def open_any(
     all ranks must have given.
     Raises CheckpointError on every rank where it cannot be read.
     """
+    from sheer.checkpoint.formats import find_foreign  # a run that loads nothing needs none of them
+
     axis.assemble("load_checkpoint", timeout=timeout)
     _check_alike({"tag": tag, **alike}, axis)
     if tag is not None:

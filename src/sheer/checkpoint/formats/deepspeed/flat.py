@@ -107,13 +107,10 @@ def read_stage_3(paths: Sequence[Path], shapes: Shapes, out: Trained) -> None:
         for number, (master, named) in enumerate(zip(masters, shapes, strict=True)):
             low = 0
             for name, size in named.items():
-                shape, numel = tuple(size), math.prod(size)
-                each = -(-numel // len(paths))
-                at = min(rank * each, numel)
-                part = Part(name, shape, at, low, min(each, numel - at))
+                part = _cut(name, size, rank=rank, ranks=len(paths), low=low)
                 out.add(part, master=master, state=_state(inner, number, out.settings[home[number]]))
                 out.groups[name] = home[number]
-                low += each
+                low += _each(size, len(paths))
             if low != master.numel():
                 raise CheckpointError(f"{path}: a flat tensor has {master.numel()} elements, its names have {low}.")
         out.scaler = content.get("loss_scaler")
@@ -125,10 +122,20 @@ def read_frozen(paths: Sequence[Path], out: Trained) -> None:
         content = read_file(path)
         shapes, parts = (content.get(key) or {} for key in ("frozen_param_shapes", "frozen_param_fragments"))
         for name in parts.keys() & shapes.keys():
-            shape, numel = tuple(shapes[name]), math.prod(shapes[name])
-            each = -(-numel // len(paths))
-            at = min(rank * each, numel)
-            out.add(Part(name, shape, at, 0, min(each, numel - at)), master=parts[name], state={})
+            part = _cut(name, shapes[name], rank=rank, ranks=len(paths), low=0)
+            out.add(part, master=parts[name], state={})
+
+
+def _each(size: Sequence[int], ranks: int) -> int:
+    """Elements of each of the equal parts of a parameter, padding included."""
+    return -(-math.prod(size) // ranks)
+
+
+def _cut(name: str, size: Sequence[int], *, rank: int, ranks: int, low: int) -> Part:
+    """The part of one rank, at `low` in its flat tensor."""
+    numel, each = math.prod(size), _each(size, ranks)
+    at = min(rank * each, numel)
+    return Part(name, tuple(size), at, low, min(each, numel - at))
 
 
 def read_by_memory(content: Mapping[str, Any], held: Mapping[str, torch.Tensor], out: Trained) -> None:
