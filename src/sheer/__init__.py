@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sheer.observe import StepResult
     from sheer.offloading import OffloadStateTypeEnum
     from sheer.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
-    from sheer.setup import initialize
+    from sheer.setup import add_config_arguments, init_distributed, initialize
 
 __all__ = [
     "CheckpointError",
@@ -48,7 +48,9 @@ __all__ = [
     "TornLoadError",
     "UsageError",
     "__version__",
+    "add_config_arguments",
     "checkpoint",
+    "init_distributed",
     "initialize",
     "pipe",
     "testing",
@@ -65,6 +67,8 @@ _HOMES = {
     "RepeatingLoader": "sheer.data",
     "StepResult": "sheer.observe",
     "TiedLayerSpec": "sheer.pipeline",
+    "add_config_arguments": "sheer.setup",
+    "init_distributed": "sheer.setup",
     "initialize": "sheer.setup",
 } | {name: "sheer.errors" for name in __all__ if name.endswith("Error")}
 _MODULES = frozenset({"checkpoint", "pipe", "testing", "utils", "zero"})

@@ -16,7 +16,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils import _pytree
 
-from sheer import planning, statistics
+from sheer import feeding, planning, statistics
 from sheer.batches import BatchVerbs
 from sheer.checkpoint import Background
 from sheer.checkpoints import CheckpointVerbs
@@ -36,7 +36,7 @@ from sheer.optim.loss_scale import LossScale
 from sheer.persist import Counters
 from sheer.pipelining import Pipeline
 from sheer.shards import names_and_ties, replaced
-from sheer.surface import DeepSpeedNames
+from sheer.surface import DeepSpeedNames, instead_of
 from sheer.zero import Units, find_units, inside_backward
 
 
@@ -169,8 +169,12 @@ class Engine(OffloadVerbs, BatchVerbs, CheckpointVerbs, CompileVerbs, DeepSpeedN
         """Run the module on this rank's inputs (moved to the engine's device) and return its output unchanged."""
         self._before_forward()
         args, kwargs = self._to_device((args, kwargs))
-        with self._autocast():
-            outputs = self.module(*args, **kwargs)
+        try:
+            with self._autocast():
+                outputs = self.module(*args, **kwargs)
+        except RuntimeError as error:
+            feeding.note_dtypes(error, (args, kwargs), config=self._config)
+            raise
         self._runtime.watch(outputs)
         return outputs
 
@@ -624,6 +628,7 @@ class Engine(OffloadVerbs, BatchVerbs, CheckpointVerbs, CompileVerbs, DeepSpeedN
         except AttributeError:
             raise AttributeError(
                 f"neither the engine nor its module ({type(self.module).__name__}) has an attribute {name!r}"
+                f"{instead_of(name)}"
             ) from None
 
 

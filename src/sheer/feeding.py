@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from sheer.data import ResumableLoader, build_loader
 from sheer.errors import DataError, UsageError
@@ -74,6 +75,21 @@ def next_batch(batches: Iterator[Any], *, done: int, of: int) -> Any:
             f"the data ended with {done} of {of} micro-batches of a step accumulated"
             + ("; engine.flush() applies them" if done else "")
         ) from None
+
+
+def note_dtypes(error: RuntimeError, inputs: Any, *, config: Config) -> None:
+    """Add to an error about dtypes which inputs have not that of the parameters, which the engine cast."""
+    cast = torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
+    if cast is None or "dtype" not in str(error):
+        return
+    leaves = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point())
+    other = sorted({str(leaf.dtype) for leaf in leaves} - {str(cast)})
+    if other:
+        section = "bf16" if config.bf16.enabled else "fp16"
+        error.add_note(
+            f"sheer: {section} casts the parameters to {cast}; inputs come as they are, here with {', '.join(other)}. "
+            'Cast them, or use "torch_autocast" instead, which leaves parameters alone.'
+        )
 
 
 def call(function: Callable[..., Any], batch: Any) -> Any:

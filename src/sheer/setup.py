@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import datetime
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -104,6 +106,51 @@ def initialize(
     except BaseException:
         leave.close()
         raise
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int | None = None,
+    verbose: bool = True,
+    timeout: datetime.timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Join the process group that the launcher (torchrun) describes, as `initialize` does by itself.
+
+    For scripts that communicate before they have an engine. Does nothing where a group was joined, where no launcher
+    describes one (one process trains alone), and with `dist_init_required=False`. `timeout` is that of every
+    collective; by default torch's. `auto_mpi_discovery`, `verbose` and `config` are without effect.
+
+    Raises UsageError for a backend that is not the device's, and for what only the launcher can say.
+    """
+    device = devices.pick(devices.local_rank(rank=comm.rank()))
+    backend = devices.backend(device)
+    if dist_backend not in (None, backend):
+        raise UsageError(f"dist_backend={dist_backend!r}: on {device.type} it is {backend!r}; leave it out")
+    said = {"distributed_port": distributed_port, "init_method": init_method}
+    said |= {key: value for key, value in (("rank", rank), ("world_size", world_size)) if value != -1}
+    for name, value in said.items():
+        if value is not None:
+            raise UsageError(
+                f"{name}={value!r}: torchrun says where the ranks meet and which this is; leave it out, or call "
+                "torch.distributed.init_process_group yourself before"
+            )
+    if dist_init_required is not False:
+        devices.activate(device)
+        comm.init_process_group(device, timeout=None if timeout is None else timeout.total_seconds())
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add `--deepspeed` and `--deepspeed_config FILE` to a script's parser, for `initialize(args=...)`; returns it."""
+    group = parser.add_argument_group("sheer", "what sheer.initialize(args) reads")
+    group.add_argument("--deepspeed", action="store_true", help="for the script: whether to train by an engine")
+    group.add_argument("--deepspeed_config", metavar="FILE", help="the engine's config, JSON")
+    return parser
 
 
 class _Given(NamedTuple):

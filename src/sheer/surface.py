@@ -29,6 +29,26 @@ if TYPE_CHECKING:
     from sheer.zero import ZeroRuntime
 
 
+_WEIGHTS = (
+    "engine.full_state_dict(cpu=True) gives rank 0 all weights, for safetensors or torch.save; `sheer ckpt export` "
+    "writes a checkpoint's"
+)
+_INSTEAD = {
+    "save_16bit_model": _WEIGHTS,
+    "save_fp16_model": _WEIGHTS,
+    "_consolidated_16bit_state_dict": _WEIGHTS,
+    "_zero3_consolidated_16bit_state_dict": _WEIGHTS,
+    "collect_python_gc": "call gc.collect()",
+    "get_batch_info": "engine.train_batch_size(), train_micro_batch_size_per_gpu() and gradient_accumulation_steps()",
+    "set_lr": 'write engine.optimizer.param_groups[i]["lr"]',
+}
+
+
+def instead_of(name: str) -> str:
+    """What to write for a name of DeepSpeed's engine that is not here, as the end of a message; empty for others."""
+    return f". DeepSpeed's has one; here: {_INSTEAD[name]}" if name in _INSTEAD else ""
+
+
 class DeepSpeedNames(ABC):
     """Methods and attributes under the names that DeepSpeed's users know. A base of `Engine` only."""
 

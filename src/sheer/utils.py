@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sheer import restate
+from sheer.data import RepeatingLoader as RepeatingLoader
 from sheer.errors import UsageError, did_you_mean
 from sheer.layout import Interval, overlap
 from sheer.optim.forms import StateForm

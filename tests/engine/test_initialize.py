@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import logging
 
@@ -12,6 +13,7 @@ from torch import nn
 
 import sheer
 import sheer.testing
+from sheer import comm
 from sheer.errors import ConfigError, DataError, UsageError
 from tests.engine.models import odd
 
@@ -143,3 +145,41 @@ def test_without_an_optimizer_the_engine_evaluates_and_saves(tmp_path) -> None:
     engine.backward(engine(x).sum())
     with pytest.raises(UsageError, match="has no optimizer"):
         engine.step()
+
+
+def test_a_script_s_parser_may_carry_the_config(tmp_path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    parser = sheer.add_config_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(path)])
+    assert args.deepspeed is True
+    assert sheer.initialize(args, nn.Linear(2, 1))[0].train_batch_size() == 2
+
+
+def test_init_distributed_alone_joins_nothing_and_refuses_what_it_cannot_do(monkeypatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    sheer.init_distributed()
+    assert not comm.is_initialized()
+    with pytest.raises(UsageError, match=r"dist_backend='mpi': on cpu it is 'gloo'"):
+        sheer.init_distributed("mpi")
+    with pytest.raises(UsageError, match=r"rank=0: torchrun says where"):
+        sheer.init_distributed(rank=0, world_size=1)
+
+
+@pytest.mark.world_size(2)
+def test_init_distributed_joins_once_and_initialize_uses_it(world_size) -> None:
+    comm.destroy_process_group()
+    sheer.init_distributed("gloo", timeout=datetime.timedelta(seconds=50))
+    assert comm.world_size() == world_size
+    sheer.init_distributed()
+    engine = sheer.initialize(model=nn.Linear(2, 1), config=CONFIG)[0]
+    assert engine.world_size == world_size
+
+
+@pytest.mark.parametrize("section", ["bf16", "fp16"])
+def test_inputs_of_another_dtype_are_named(section) -> None:
+    engine = sheer.initialize(model=nn.Linear(2, 1), config={**CONFIG, section: {"enabled": True}})[0]
+    with pytest.raises(RuntimeError, match="dtype") as raised:
+        engine(torch.randn(2, 2))
+    assert any(f"{section} casts the parameters" in note and "torch.float32" in note for note in raised.value.__notes__)

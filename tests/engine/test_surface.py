@@ -214,3 +214,10 @@ def test_deepspeed_io_deals_a_data_set_out() -> None:
     everything = engine.axis.gather_objects(shuffled)
     assert sorted(i for own in everything for batch in own for i in batch) == list(range(12))
     assert shuffled != [batch.tolist() for batch in engine.deepspeed_io(list(range(12)), route="eval")]
+
+
+def test_a_name_that_only_deepspeed_has_says_what_to_write() -> None:
+    engine = sheer.initialize(model=odd(), config=CONFIG)[0]
+    with pytest.raises(AttributeError, match=r"'save_16bit_model'. DeepSpeed's has one; here: engine.full_state_dict"):
+        _ = engine.save_16bit_model
+    assert sheer.utils.RepeatingLoader is sheer.RepeatingLoader

@@ -69,6 +69,8 @@ def test_a_users_class_by_path_is_checked_but_not_built():
         ("AdamX", {}, r"optimizer.type='AdamX' is not known.*Did you mean 'Adam"),
         ("lamb", {}, r"optimizer.type='lamb' is DeepSpeed's, and not available here: its trust ratio"),
         ("OneBitAdam", {}, r"compressed communication is not built"),
+        ("FusedAdam", {}, r"a class of DeepSpeed's: its type is 'AdamW'"),
+        ("DeepSpeedCPUAdam", {}, r"its type is 'AdamW'.*offload_optimizer"),
         ("LBFGS", {}, r"cannot be used: it evaluates the loss again"),
         ("torch.optim.LBFGS", {}, r"cannot be used: it evaluates the loss again"),
         ("SparseAdam", {}, r"sparse gradients only"),

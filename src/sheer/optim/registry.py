@@ -44,6 +44,18 @@ _NOT_BUILT = {
     "musgd": "it needs the mup package; give its class by import path, with parameter groups made by mup",
 }
 
+# Classes of DeepSpeed's that are another implementation of what torch has, fused where the device has a kernel for it.
+_OTHERWISE_NAMED = {
+    "fusedadam": "AdamW",
+    "deepspeedcpuadam": "AdamW",
+    "cpuadam": "AdamW",
+    "fusedlion": "Lion",
+    "deepspeedcpulion": "Lion",
+    "cpulion": "Lion",
+    "deepspeedcpuadagrad": "Adagrad",
+    "cpuadagrad": "Adagrad",
+}
+
 
 class _Switch(NamedTuple):
     """A parameter of DeepSpeed's optimizers that torch's lack: what it may be, and what to do otherwise."""
@@ -100,6 +112,11 @@ def _find(type_name: str) -> type[Optimizer]:
         raise ConfigError(
             f"optimizer.type={type_name!r} is DeepSpeed's, and not available here: {_NOT_BUILT[folded]}. Available are "
             f"{usable}, or an import path 'package.module.Name'."
+        )
+    if folded in _OTHERWISE_NAMED:
+        raise ConfigError(
+            f"optimizer.type={type_name!r} is a class of DeepSpeed's: its type is {_OTHERWISE_NAMED[folded]!r}, by "
+            "torch, the fused kernel where there is one; zero_optimization.offload_optimizer says where it runs."
         )
     if folded not in by_folded:
         raise ConfigError(
