@@ -241,6 +241,29 @@ def test_the_module_alone_and_by_hand(tmp_path: Path) -> None:
     engine.destroy()
 
 
+def test_a_part_under_other_names(tmp_path: Path) -> None:
+    folder, kind = unpacked("zero2-fp16-3-ranks", tmp_path), KINDS["zero2-fp16-3-ranks"]
+    saved = tensors(read(folder), "param", "master")
+    engine = build(kind, 2, micro=MICRO)
+    before = {name: tensor.clone() for name, tensor in engine.module.state_dict().items()}
+    engine.load_checkpoint(folder, include="last.*")
+    for name, tensor in engine.module.state_dict().items():
+        assert torch.equal(tensor, saved[name].half() if name.startswith("last.") else before[name]), name
+    engine.destroy()
+
+    class Outer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = Net(7)
+
+    outer = Outer()
+    config = {**maker.config(kind), "train_micro_batch_size_per_gpu": MICRO, "zero_optimization": {"stage": 1}}
+    engine = sheer.initialize(model=outer, optimizer=maker.optimizer(outer.body), config=config)[0]
+    engine.load_checkpoint(folder, rename={"": "body"}, load_module_only=True)
+    assert torch.equal(outer.state_dict()["body.last.bias"], saved["last.bias"].half())
+    engine.destroy()
+
+
 # --- written ----------------------------------------------------------------------------------------------------------
 
 
@@ -310,6 +333,21 @@ def test_missing_and_cut_files_are_named(tmp_path: Path) -> None:
     (folder / "zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
     with pytest.raises(CheckpointError, match=r"param '.*elements .* are held by nobody"):
         tensors(read(folder), "param")
+
+
+@pytest.mark.parametrize(
+    ("name", "added"),
+    [
+        ("zero1", "mp_rank_01_model_states.pt"),
+        ("zero3-bf16", "zero_pp_rank_0_mp_rank_01_model_states.pt"),
+        (PIPELINES[0], "layer_00-model_01-model_states.pt"),
+    ],
+)
+def test_slices_of_tensors_are_refused(name: str, added: str, tmp_path: Path) -> None:
+    folder = unpacked(name, tmp_path) / f"global_step{STEPS}"
+    (folder / added).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=rf"slices of tensors.*{added}.*ds_to_universal"):
+        read(folder)
 
 
 def broken(content: Any, way: tuple[Any, ...], value: Any) -> None:

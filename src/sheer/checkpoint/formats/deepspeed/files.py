@@ -80,6 +80,13 @@ def sort_files(directory: Path) -> Files:
     stages = max((stage for stage, _ in optim), default=-1) + 1
     shards = {s: {r: path for (stage, r), path in optim.items() if stage == s} for s in range(stages)}
     zero = directory / "zero"
+    slices = [m[0] for m in found[_LAYER] if int(m[2] or 0)] + [m[0] for m in found[_MODEL_3] if int(m[2])]
+    slices += [m[0] for m in found[_MODEL] if int(m[1]) and not found[_LAYER]]
+    if slices and not zero.is_dir():
+        raise CheckpointError(
+            f"{directory} holds slices of tensors by model-parallel rank ({slices[0]}), which this reader does not put "
+            "together. Convert it to a universal checkpoint by DeepSpeed's ds_to_universal, which does, and read that."
+        )
     return Files(
         directory=directory,
         model=_in_order(directory, model, "mp_rank"),
