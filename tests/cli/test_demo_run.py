@@ -17,8 +17,12 @@ from examples.gpt import GPT, GPTConfig
 from sheer.checkpoint import load_full
 from sheer.cli.demo.folder import Folder, read_curve
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="looks for processes in /proc")
+pytestmark = [
+    pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="looks for processes in /proc"),
+    pytest.mark.timeout(400),  # every run starts three processes, and a busy machine takes its time for each
+]
 
+PATIENCE = 200
 STEPS = 120
 SMALL = f"--steps {STEPS} --width 32 --heads 2 --layers 2 --context 32 --save-every 20".split()
 
@@ -41,7 +45,7 @@ def start(out: Path, *more: str) -> subprocess.Popen[str]:
 
 
 def end(process: subprocess.Popen[str]) -> Ended:
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=PATIENCE)
     return Ended(process.returncode, said)
 
 
@@ -71,7 +75,7 @@ def wait_until_gone(out: Path) -> None:
 
 
 def wait_for_step(out: Path, process: subprocess.Popen[str], step: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while len(read_curve(Folder(out).curve)) < step:
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline, "no progress"
@@ -121,14 +125,8 @@ def test_other_knobs_than_the_runs_are_refused(finished: Path) -> None:
     assert Folder(finished).curve.read_bytes() == curve
 
 
-def test_interrupted_in_every_way_it_ends_where_an_uninterrupted_run_does(tmp_path: Path, finished: Path) -> None:
+def test_interrupted_it_ends_where_an_uninterrupted_run_does(tmp_path: Path, finished: Path) -> None:
     out = tmp_path / "run"
-
-    process = start(out)
-    wait_for_step(out, process, 25)
-    process.send_signal(signal.SIGKILL)  # the launcher, which can then do nothing any more
-    process.communicate(timeout=60)
-    wait_until_gone(out)
 
     process = start(out)
     wait_for_step(out, process, 45)
@@ -136,7 +134,6 @@ def test_interrupted_in_every_way_it_ends_where_an_uninterrupted_run_does(tmp_pa
     os.kill(worker, signal.SIGKILL)
     ended = end(process)
     assert ended.code == 1, ended.said
-    assert "going on from the checkpoint of step 20" in ended.said
     assert "was ended by SIGKILL" in ended.said
     assert "The last checkpoint is of step 40" in ended.said
     wait_until_gone(out)
@@ -169,8 +166,8 @@ def assert_same_run(left: Path, right: Path) -> None:
 
 
 def test_compiled_it_is_resumed_exactly_and_loads_without_an_engine(tmp_path: Path) -> None:
-    """With a backend that needs no C++ compiler."""
-    compiled = ("--backend", "aot_eager", "--steps", "30", "--save-every", "10")
+    """With a backend that needs no C++ compiler; what is killed is the launcher, which can then do nothing any more."""
+    compiled = ("--backend", "aot_eager", "--steps", "30", "--save-every", "10", "--processes", "1")
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     ended = demo(whole, *compiled)
     assert ended.code == 0, ended.said
@@ -180,7 +177,7 @@ def test_compiled_it_is_resumed_exactly_and_loads_without_an_engine(tmp_path: Pa
     process = start(cut, *compiled)
     wait_for_step(cut, process, 12)
     process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=60)
+    process.communicate(timeout=PATIENCE)
     wait_until_gone(cut)
     again = demo(cut, *compiled)
     assert again.code == 0, again.said
