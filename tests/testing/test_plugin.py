@@ -339,14 +339,9 @@ def test_under_xdist_every_process_has_ranks_of_its_own(pytester):
         pytester.makepyfile(
             **{
                 f"test_{name}": """
-                import os, pytest, torch
-                import torch.distributed as dist
-                from sheer.testing import rank
-                @pytest.mark.world_size(2)
-                def test_sum():
-                    mine = torch.tensor([os.getppid()])
-                    dist.broadcast(mine, 0)
-                    assert mine.item() == os.getppid() and dist.get_world_size() == 2
+                import os, pytest
+                @pytest.mark.world_size(1)
+                def test_here():
                     print("SPAWNED BY", os.getppid())
                 """
             }
