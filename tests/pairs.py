@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 Row = tuple[Any, ...]
@@ -33,6 +34,21 @@ def pairs(
         chosen.append(max(rows, key=lambda row: len(rows[row] & missing)))  # the first of the best
         missing -= rows[chosen[-1]]
     return [_values(factors, row) for row in chosen]
+
+
+def beginning(first: Any, rows: Sequence[Row]) -> list[Row]:
+    """The rest of those rows: what a test of one world size goes through."""
+    return [row[1:] for row in rows if row[0] == first]
+
+
+@contextmanager
+def noted(*row: Any) -> Iterator[None]:
+    """What fails inside says for which values."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"with {row}")
+        raise
 
 
 def _values(factors: Sequence[Sequence[Any]], row: tuple[int, ...]) -> Row:

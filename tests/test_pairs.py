@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.pairs import pairs
+from tests.pairs import beginning, noted, pairs
 
 
 def met(rows: list[tuple]) -> set[tuple]:
@@ -39,3 +39,10 @@ def test_some_rows_are_always_there_and_some_never() -> None:
 def test_fewer_than_two_factors() -> None:
     assert pairs() == [()]
     assert pairs((1, 2)) == [(1,), (2,)]
+
+
+def test_the_rest_of_rows_and_what_fails_with_one() -> None:
+    assert beginning(2, [(1, "a"), (2, "a"), (2, "b")]) == [("a",), ("b",)]
+    with pytest.raises(ZeroDivisionError) as caught, noted(2, "b"):
+        _ = 1 / 0
+    assert caught.value.__notes__ == ["with (2, 'b')"]

@@ -23,6 +23,7 @@ from tests.engine.oracle import assert_same_model, start, values
 from tests.engine.test_backward import BODIES, SGD, TOLERANCE, Recomputed, here, ours, plain, seeded, two_losses
 from tests.harness.host_sync import no_host_sync
 from tests.harness.late_work import LeaseViolation, late_collectives
+from tests.pairs import beginning, noted, pairs
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
@@ -139,26 +140,27 @@ def test_a_replan_goes_on_counting(stage: int) -> None:
 # --- nothing is touched in flight -------------------------------------------------------------------------------------
 
 
+BF16_WIRE = {"communication_data_type": "bf16"}
+LATE = pairs((0, 1, 2, 3), BODIES, (1, 2), ({}, BF16_WIRE))
+
+
 @pytest.mark.world_size(2)
 @STAGES
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("precision", [{}, {"communication_data_type": "bf16"}], ids=["fp32", "bf16 wire"])
-def test_every_body_is_right_where_collectives_are_late(
-    stage: int, accumulation: int, precision: dict[str, Any]
-) -> None:
-    for body in BODIES:
+def test_every_body_is_right_where_collectives_are_late(stage: int) -> None:
+    for body, accumulation, precision in beginning(stage, LATE):
         case = here(stage=stage, accumulation=accumulation, clip=0.5)
         model, reference = odd(), odd()
         data = batches(2, size=case.global_batch)
-        with late_collectives():
-            engine = start(model, case, **precision)
-            norms = ours(engine, case, data, body, way="output")
-            state = values(model)
-            engine.destroy()
-        close = {"rtol": 2e-2, "atol": 2e-3} if precision else {"rtol": 1e-5, "atol": 1e-6}
-        torch.testing.assert_close(norms, plain(reference, case, data, body), **close)
-        expected = reference.state_dict() | {"seen": state["seen"]}
-        torch.testing.assert_close(state, expected, **close)
+        with noted(body.__name__, accumulation, precision):
+            with late_collectives():
+                engine = start(model, case, **precision)
+                norms = ours(engine, case, data, body, way="output")
+                state = values(model)
+                engine.destroy()
+            close = {"rtol": 2e-2, "atol": 2e-3} if precision else {"rtol": 1e-5, "atol": 1e-6}
+            torch.testing.assert_close(norms, plain(reference, case, data, body), **close)
+            expected = reference.state_dict() | {"seen": state["seen"]}
+            torch.testing.assert_close(state, expected, **close)
 
 
 @pytest.mark.world_size(2)
@@ -277,7 +279,7 @@ def test_a_steady_step_never_waits_for_the_device(stage: int, accumulation: int)
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(("stage", "leased"), [(0, 0), (1, 0), (2, 1 + MAX_IN_FLIGHT)])
-@pytest.mark.parametrize("wire", [{}, {"communication_data_type": "bf16"}], ids=["fp32", "bf16 wire"])
+@pytest.mark.parametrize("wire", [{}, BF16_WIRE], ids=["fp32", "bf16 wire"])
 def test_leased_buffers_are_few_and_come_back(stage: int, leased: int, wire: dict[str, Any]) -> None:
     """At stage 2 those that travel and the one that fills; gloo receives as much as travels, or copies travel."""
     case = here(stage=stage, accumulation=2)
