@@ -20,10 +20,10 @@ from sheer.optim.lion import Lion
 from sheer.utils import safe_get_full_optimizer_state
 from tests.engine.models import Odd, batches, odd
 from tests.engine.oracle import Case, assert_same_model, engine_run, plain_run, start
+from tests.pairs import beginning, noted, pairs
 
 NEAR = {"rtol": 1e-5, "atol": 1e-6}
 everywhere = pytest.mark.world_size(1, 2)
-stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
 def here(stage: int = 0, **fields) -> Case:
@@ -156,26 +156,31 @@ def some_unused(module: nn.Module, tokens: torch.Tensor, rank: int, number: int,
     return module(tokens, branch=step in (1, 2))
 
 
+RESUMED = pairs((1, 2), tuple(BY_NAME), (0, 2, 3))
+
+
 @everywhere
-@pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("name", BY_NAME)
-def test_equals_the_plain_loop_and_goes_on_from_a_checkpoint(stage: int, name: str, tmp_path) -> None:
+def test_equals_the_plain_loop_and_goes_on_from_a_checkpoint(name: str, world_size: int, tmp_path) -> None:
     params, cls = BY_NAME[name]
-    case = here(stage, extra={"optimizer": {"type": name, "params": {"lr": 3e-3, **params}}})
-    model, reference = odd(), odd()
-    optimizer = cls(reference.parameters(), lr=3e-3, **params)
-    engine = start(model, case)
-    for step, batch in enumerate(batches(5, size=case.global_batch)):
-        if step == 3:
-            engine.save_checkpoint(tmp_path)
-            engine.destroy()
-            model = odd(seed=9)
-            engine = start(model, case)
-            engine.load_checkpoint(tmp_path)
-        engine_run(engine, case, [batch], call=partial(some_unused, step=step))
-        plain_run(reference, case, [batch], optimizer=optimizer, call=partial(some_unused, step=step))
-    reference.seen.copy_(model.seen)
-    assert_same_model(model, reference, **NEAR)
+    for stage in (stage for one, stage in beginning(world_size, RESUMED) if one == name):
+        case = here(stage, extra={"optimizer": {"type": name, "params": {"lr": 3e-3, **params}}})
+        model, reference = odd(), odd()
+        optimizer = cls(reference.parameters(), lr=3e-3, **params)
+        engine = start(model, case)
+        with noted(stage):
+            for step, batch in enumerate(batches(4, size=case.global_batch)):
+                if step == 2:
+                    engine.save_checkpoint(tmp_path / str(stage))
+                    engine.destroy()
+                    model = odd(seed=9)
+                    engine = start(model, case)
+                    engine.load_checkpoint(tmp_path / str(stage))
+                engine_run(engine, case, [batch], call=partial(some_unused, step=step))
+                plain_run(reference, case, [batch], optimizer=optimizer, call=partial(some_unused, step=step))
+            reference.seen.copy_(model.seen)
+            assert_same_model(model, reference, **NEAR)
+        engine.destroy()
 
 
 def groups_of(module: nn.Module) -> list[dict[str, Any]]:
@@ -185,57 +190,69 @@ def groups_of(module: nn.Module) -> list[dict[str, Any]]:
     return [{"params": decayed, "lr": 3e-3}, {"params": []}, {"params": others, "lr": 1e-3}]
 
 
-@everywhere
-@stages
-@pytest.mark.parametrize("way", ["instance", "callable", "class", "config over model_parameters"])
-@pytest.mark.parametrize("cls", [torch.optim.AdamW, Counting])
-def test_given_in_any_way(stage: int, way: str, cls: type[Optimizer]) -> None:
-    case = here(stage)
-    model, reference = odd(), odd()
-    config = case.config()
-    more: dict[str, Any] = {"model_parameters": groups_of(model)}
+WAYS = ("instance", "callable", "class", "config over model_parameters")
+GIVEN = pairs((1, 2), (0, 1, 2, 3), WAYS, (torch.optim.AdamW, Counting))
+
+
+def given(way: str, cls: type[Optimizer], model: nn.Module) -> dict[str, Any]:
+    """What `initialize` is given besides the model."""
+    config = Case().config()
     if way == "config over model_parameters":
         config["optimizer"] = {"type": f"{cls.__module__}.{cls.__name__}", "params": {}}
     else:
         del config["optimizer"]
-        more["optimizer"] = {"callable": lambda params: cls(params), "class": cls}.get(way)
     if way == "instance":
-        more = {"optimizer": cls(groups_of(model))}
-    engine, returned, _, _ = sheer.initialize(model=model, config=config, **more)
-    data = batches(3, size=case.global_batch)
-    engine_run(engine, case, data)
-    plain_run(reference, case, data, optimizer=cls(groups_of(reference)))
-    reference.seen.copy_(model.seen)
-    assert_same_model(model, reference, **NEAR)
-    assert returned is engine.optimizer
-    assert isinstance(returned.optimizer, cls)
-    if way == "instance":
-        assert returned.optimizer is more["optimizer"]
-        engine.destroy()
-        assert [len(g["params"]) for g in more["optimizer"].param_groups] == [
-            len(g["params"]) for g in groups_of(model)
-        ]
+        return {"optimizer": cls(groups_of(model)), "config": config}
+    optimizer = {"callable": lambda params: cls(params), "class": cls}.get(way)
+    return {"model_parameters": groups_of(model), "optimizer": optimizer, "config": config}
 
 
 @everywhere
-@stages
-@pytest.mark.parametrize("make", [torch.optim.Adagrad, torch.optim.AdamW, Counting, AtTheStart])
-def test_an_optimizer_that_has_stepped_keeps_its_state(stage: int, make: Callable[[Any], Optimizer]) -> None:
-    case = here(stage)
-    model, reference = odd(), odd()
-    plain = Case(micro=case.global_batch)
-    data = batches(4, size=case.global_batch)
-    optimizer, theirs = make(model.parameters()), make(reference.parameters())
-    plain_run(model, plain, data[:2], optimizer=optimizer)
-    plain_run(reference, plain, data[:2], optimizer=theirs)
-    engine = sheer.initialize(model=model, optimizer=optimizer, config=case.config())[0]
-    key = "sum" if make in (torch.optim.Adagrad, AtTheStart) else "average" if make is Counting else "exp_avg"
-    weight = reference.blocks[1].up.weight
-    assert torch.equal(safe_get_full_optimizer_state(model.blocks[1].up.weight, key), theirs.state[weight][key])
-    engine_run(engine, case, data[2:])
-    plain_run(reference, case, data[2:], optimizer=theirs)
-    reference.seen.copy_(model.seen)
-    assert_same_model(model, reference, **NEAR)
+def test_given_in_any_way(world_size: int) -> None:
+    for stage, way, cls in beginning(world_size, GIVEN):
+        case = here(stage)
+        model, reference = odd(), odd()
+        more = given(way, cls, model)
+        more["config"]["zero_optimization"] = case.config()["zero_optimization"]
+        with noted(stage, way, cls):
+            engine, returned, _, _ = sheer.initialize(model=model, **more)
+            data = batches(3, size=case.global_batch)
+            engine_run(engine, case, data)
+            plain_run(reference, case, data, optimizer=cls(groups_of(reference)))
+            reference.seen.copy_(model.seen)
+            assert_same_model(model, reference, **NEAR)
+            assert returned is engine.optimizer
+            assert isinstance(returned.optimizer, cls)
+            assert way != "instance" or returned.optimizer is more["optimizer"]
+            engine.destroy()
+            if way == "instance":
+                groups = more["optimizer"].param_groups
+                assert [len(g["params"]) for g in groups] == [len(g["params"]) for g in groups_of(model)]
+
+
+STEPPED = pairs((1, 2), (0, 1, 2, 3), (torch.optim.Adagrad, torch.optim.AdamW, Counting, AtTheStart))
+
+
+@everywhere
+def test_an_optimizer_that_has_stepped_keeps_its_state(world_size: int) -> None:
+    for stage, make in beginning(world_size, STEPPED):
+        case = here(stage)
+        model, reference = odd(), odd()
+        plain = Case(micro=case.global_batch)
+        data = batches(4, size=case.global_batch)
+        optimizer, theirs = make(model.parameters()), make(reference.parameters())
+        plain_run(model, plain, data[:2], optimizer=optimizer)
+        plain_run(reference, plain, data[:2], optimizer=theirs)
+        key = "sum" if make in (torch.optim.Adagrad, AtTheStart) else "average" if make is Counting else "exp_avg"
+        weight = reference.blocks[1].up.weight
+        with noted(stage, make):
+            engine = sheer.initialize(model=model, optimizer=optimizer, config=case.config())[0]
+            assert torch.equal(safe_get_full_optimizer_state(model.blocks[1].up.weight, key), theirs.state[weight][key])
+            engine_run(engine, case, data[2:])
+            plain_run(reference, case, data[2:], optimizer=theirs)
+            reference.seen.copy_(model.seen)
+            assert_same_model(model, reference, **NEAR)
+        engine.destroy()
 
 
 @everywhere

@@ -33,6 +33,7 @@ from tests.engine.stages import (
     whole,
 )
 from tests.engine.test_identity import face
+from tests.pairs import beginning, noted, pairs
 from tests.pipeline.models import Language
 
 
@@ -47,20 +48,20 @@ def assert_same_parameters(engine: Any, expected: nn.Module) -> None:
             torch.testing.assert_close(value, theirs[engine.module.canonical.get(name, name)], **CLOSE)
 
 
+SPLITS = pairs((2, 3, 4), (1, 2, 3, 4), (0, 1, 2, 3), (1, 3), allowed=lambda world, stages, *_: world % stages == 0)
+
+
 @pytest.mark.world_size(2, 3, 4)
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_stages_train_as_the_plain_loop(stages: int, zero: int, accumulation: int, world_size: int) -> None:
+def test_stages_train_as_the_plain_loop(world_size: int) -> None:
     """With a parameter shared by the first and the last stage, an unused one, and clipping by the norm of all."""
-    if world_size % stages:
-        return
-    case = case_of(stages, stage=zero, accumulation=accumulation, clip=0.5)
-    engine = start(case, stages)
-    assert_trains_as_plain(engine, case, steps=3)
-    assert (engine.global_steps, engine.micro_steps) == (3, 3 * accumulation)
-    assert engine.global_samples == 3 * case.global_batch
-    engine.destroy()
+    for stages, zero, accumulation in beginning(world_size, SPLITS):
+        case = case_of(stages, stage=zero, accumulation=accumulation, clip=0.5)
+        with noted(stages, zero, accumulation):
+            engine = start(case, stages)
+            assert_trains_as_plain(engine, case, steps=2)
+            assert (engine.global_steps, engine.micro_steps) == (2, 2 * accumulation)
+            assert engine.global_samples == 2 * case.global_batch
+            engine.destroy()
 
 
 SCHEDULES = {
@@ -69,15 +70,17 @@ SCHEDULES = {
     "zero-bubble": {},
     "zb-v": {"chunks": 2, "placement": "v"},
 }
+STEPS = pairs((2, 4), tuple(SCHEDULES), (0, 2, 3))
 
 
 @pytest.mark.world_size(2, 4)
-@pytest.mark.parametrize("zero", [0, 2, 3])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule_gives_the_same_step(schedule: str, zero: int) -> None:
-    case = case_of(2, stage=zero, accumulation=4)
-    engine = start(case, 2, module=staged(2, **SCHEDULES[schedule]), pipeline={"schedule": schedule})
-    assert_trains_as_plain(engine, case)
+def test_every_schedule_gives_the_same_step(world_size: int) -> None:
+    for schedule, zero in beginning(world_size, STEPS):
+        case = case_of(2, stage=zero, accumulation=4)
+        with noted(schedule, zero):
+            engine = start(case, 2, module=staged(2, **SCHEDULES[schedule]), pipeline={"schedule": schedule})
+            assert_trains_as_plain(engine, case)
+            engine.destroy()
 
 
 @pytest.mark.world_size(3)
@@ -118,10 +121,12 @@ def test_all_stages_skip_a_step_that_overflows_on_one() -> None:
 
 
 @pytest.mark.world_size(4)
-@pytest.mark.parametrize(("scope", "zero"), [("auto", 1), ("auto", 3), ("module", 3)])
-def test_compiled_stages_train_the_same(scope: str, zero: int) -> None:
+@pytest.mark.parametrize(
+    ("scope", "zero", "backend"), [("auto", 1, "eager"), ("auto", 3, "aot_eager"), ("module", 3, "eager")]
+)
+def test_compiled_stages_train_the_same(scope: str, zero: int, backend: str) -> None:
     case = case_of(2, stage=zero, accumulation=2)
-    engine = start(case, 2, compile={"enabled": True, "backend": "aot_eager", "scope": scope})
+    engine = start(case, 2, compile={"enabled": True, "backend": backend, "scope": scope})
     assert isinstance(engine.module, sheer.PipelineModule)
     assert_trains_as_plain(engine, case)
     assert isinstance(engine.module, sheer.PipelineModule)
@@ -292,23 +297,23 @@ class Trips(nn.Module):
 
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("zero", [0, 2, 3])
-@pytest.mark.parametrize("at", [1, 3])
-def test_a_stage_that_raises_stops_all_and_the_next_step_is_right(zero: int, at: int) -> None:
-    """Also the other data ranks, which reduce with it while it has failed."""
+def test_a_stage_that_raises_stops_all_and_the_next_step_is_right(zero: int) -> None:
+    """Also the other data ranks, which reduce with it while it has failed. At the first micro-batch and at the last."""
     model = [*layers()[:3], LayerSpec(Trips), *layers()[3:]]
     case = case_of(2, stage=zero, accumulation=3)
     engine = start(case, 2, module=staged(2, layers=model, boundaries=[0, 4, len(model)]))
-    if sheer.testing.rank() == 1:
-        next(m for m in engine.module.modules() if isinstance(m, Trips)).left = at
     error = ValueError if sheer.testing.rank() == 1 else CommError
-    with pytest.raises(error, match="the stage has tripped") as caught:
-        train(engine, case, batches(1, size=case.global_batch))
-    if error is CommError:
-        assert "rank 1, stage 0, at F" in str(caught.value)
-        assert "Trips" in str(caught.value) or "in forward" in str(caught.value)
-    assert engine.global_steps == 0
-    data = batches(2, size=case.global_batch)
-    mine = train(engine, case, data)
+    data, mine = batches(2, size=case.global_batch), []
+    for step, at in enumerate((1, 3)):
+        if sheer.testing.rank() == 1:
+            next(m for m in engine.module.modules() if isinstance(m, Trips)).left = at
+        with pytest.raises(error, match="the stage has tripped") as caught:
+            train(engine, case, batches(1, size=case.global_batch, seed=9))
+        if error is CommError:
+            assert "rank 1, stage 0, at F" in str(caught.value)
+            assert "Trips" in str(caught.value) or "in forward" in str(caught.value)
+        assert engine.global_steps == step
+        mine += train(engine, case, data[step : step + 1])
     _, plain = oracle(case, data, module=whole(layers=model))
     torch.testing.assert_close(torch.tensor(mine), torch.tensor(plain), **CLOSE)
 
@@ -419,10 +424,17 @@ def test_an_engine_leaves_no_group_behind() -> None:
 # --- nothing wraps the module -----------------------------------------------------------------------------------------
 
 
+PRECISIONS: list[dict[str, Any]] = [{}, {"bf16": {"enabled": True}}, {"torch_autocast": {"enabled": True}}]
+STAYS = [
+    # Compiled with each stage and with each precision once.
+    (zero, precision, (row + column) % 3 == 0)
+    for row, zero in enumerate((0, 2, 3))
+    for column, precision in enumerate(PRECISIONS)
+]
+
+
 @pytest.mark.world_size(4)
-@pytest.mark.parametrize("zero", [0, 2, 3])
-@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}, {"torch_autocast": {"enabled": True}}])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("zero", "precision", "compiled"), STAYS)
 def test_a_stage_stays_the_module_it_is(zero: int, precision: dict[str, Any], compiled: bool) -> None:
     """Same object, class, keys and attributes; what anyone sets on it is seen; its hooks fire once per micro-batch."""
     case = case_of(2, stage=zero, accumulation=2, extra=precision)

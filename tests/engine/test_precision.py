@@ -17,6 +17,7 @@ from sheer.errors import UsageError
 from sheer.utils import safe_get_full_fp32_param
 from tests.engine.models import Odd, batches, odd
 from tests.engine.oracle import Case, adamw, assert_same_model, engine_run, plain_run, start, values
+from tests.pairs import beginning, noted, pairs
 
 FOREACH = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "foreach": True}}}
 """Fused kernels round the last few elements of a tensor differently, wherever it ends; these do not."""
@@ -126,22 +127,25 @@ MODES = {
 }
 
 
+BY_HAND = pairs((1, 2), (0, 1, 2, 3), (1, 2), tuple(MODES))
+
+
 @everywhere
-@stages
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("mode", MODES)
-def test_equals_masters_by_hand(stage: int, accumulation: int, mode: str) -> None:
-    chosen = MODES[mode]
-    case = here(stage, extra=chosen.extra, accumulation=accumulation)
-    model, reference = odd(), odd()
-    hand = ByHand(reference, chosen.dtype, sum_dtype=chosen.sum_dtype)
-    data = batches(3, size=case.global_batch)
-    engine = start(model, case)
-    engine_run(engine, case, data)
-    hand.train(case, data, wire=chosen.wire, loss_scale=chosen.loss_scale)
-    assert_same_masters(model, hand)
-    assert model.seen.dtype is torch.int64
-    assert model.scratch.dtype is torch.float32
+def test_equals_masters_by_hand(world_size: int) -> None:
+    for stage, accumulation, mode in beginning(world_size, BY_HAND):
+        chosen = MODES[mode]
+        case = here(stage, extra=chosen.extra, accumulation=accumulation)
+        model, reference = odd(), odd()
+        hand = ByHand(reference, chosen.dtype, sum_dtype=chosen.sum_dtype)
+        data = batches(3, size=case.global_batch)
+        with noted(stage, accumulation, mode):
+            engine = start(model, case)
+            engine_run(engine, case, data)
+            hand.train(case, data, wire=chosen.wire, loss_scale=chosen.loss_scale)
+            assert_same_masters(model, hand)
+            assert model.seen.dtype is torch.int64
+            assert model.scratch.dtype is torch.float32
+        engine.destroy()
 
 
 @everywhere
@@ -505,34 +509,40 @@ NEVER = {"swap and back", "swap .data and back", "float and back", "double"}
 """Nothing has changed in the end: the masters must be untouched to the bit."""
 
 
+CHANGED = pairs((1, 2), (0, 1, 2, 3), ("fp32", "bf16", "fp16"), tuple(CHANGES))
+
+
 @everywhere
-@stages
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_what_a_user_changes_is_what_trains(stage: int, precision: str) -> None:
+def test_what_a_user_changes_is_what_trains(world_size: int) -> None:
+    for stage, precision, name in beginning(world_size, CHANGED):
+        with noted(stage, precision, name):
+            changed_is_what_trains(stage, precision, name)
+
+
+def changed_is_what_trains(stage: int, precision: str, name: str) -> None:
     section = {} if precision == "fp32" else {precision: {"enabled": True}}
     sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.0}}}
     case = here(stage, extra=section | sgd)
     batch = batches(1, size=case.global_batch)
-    for name, change in CHANGES.items():
-        model = odd()
-        engine = start(model, case)
-        engine_run(engine, case, batch)
-        trained = {fqn: p for fqn, p in model.named_parameters() if p.requires_grad}
-        dtypes = {fqn: p.dtype for fqn, p in trained.items()}
-        masters = {fqn: safe_get_full_fp32_param(p) for fqn, p in trained.items()}
-        with sheer.zero.GatheredParameters(model):
-            shown = {fqn: p.detach().clone() for fqn, p in trained.items()}
-            change(model)
-            wanted = {fqn: p.detach().clone() for fqn, p in trained.items()}
-        engine_run(engine, case, batch)
-        now = values(model)
-        for fqn, param in trained.items():
-            untouched = wanted[fqn].to(dtypes[fqn]) == shown[fqn]
-            expected = torch.where(untouched, masters[fqn], wanted[fqn].float())
-            assert torch.equal(safe_get_full_fp32_param(param), expected), (name, fqn)
-            assert torch.equal(now[fqn], expected.to(dtypes[fqn])), (name, fqn)
-            assert name not in NEVER or bool(untouched.all()), (name, fqn)
-        engine.destroy()
+    model = odd()
+    engine = start(model, case)
+    engine_run(engine, case, batch)
+    trained = {fqn: p for fqn, p in model.named_parameters() if p.requires_grad}
+    dtypes = {fqn: p.dtype for fqn, p in trained.items()}
+    masters = {fqn: safe_get_full_fp32_param(p) for fqn, p in trained.items()}
+    with sheer.zero.GatheredParameters(model):
+        shown = {fqn: p.detach().clone() for fqn, p in trained.items()}
+        CHANGES[name](model)
+        wanted = {fqn: p.detach().clone() for fqn, p in trained.items()}
+    engine_run(engine, case, batch)
+    now = values(model)
+    for fqn, param in trained.items():
+        untouched = wanted[fqn].to(dtypes[fqn]) == shown[fqn]
+        expected = torch.where(untouched, masters[fqn], wanted[fqn].float())
+        assert torch.equal(safe_get_full_fp32_param(param), expected), fqn
+        assert torch.equal(now[fqn], expected.to(dtypes[fqn])), fqn
+        assert name not in NEVER or bool(untouched.all()), fqn
+    engine.destroy()
 
 
 @everywhere

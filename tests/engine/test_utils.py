@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -24,6 +26,7 @@ from sheer.utils import (
 )
 from tests.engine.models import batches, odd
 from tests.engine.oracle import Case, adamw, engine_run, plain_run, plainly, start, values
+from tests.pairs import beginning, noted, pairs
 
 PRECISIONS = {
     "fp32": {},
@@ -32,7 +35,7 @@ PRECISIONS = {
 }
 everywhere = pytest.mark.world_size(1, 2)
 stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
-precisions = pytest.mark.parametrize("precision", PRECISIONS)
+ROWS = pairs((1, 2), (0, 1, 2, 3), tuple(PRECISIONS), (True, False))
 
 
 def here(stage: int, precision: str = "fp32", **fields) -> Case:
@@ -47,9 +50,13 @@ def distance(mine: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 @everywhere
-@stages
-@precisions
-def test_reads_values_gradients_and_state(stage: int, precision: str) -> None:
+def test_reads_values_gradients_and_state(world_size: int) -> None:
+    for stage, precision, _ in beginning(world_size, ROWS):
+        with noted(stage, precision):
+            reads_values_gradients_and_state(stage, precision)
+
+
+def reads_values_gradients_and_state(stage: int, precision: str) -> None:
     case = here(stage, precision)
     model, reference = odd(), odd()
     start_values = {fqn: p.detach().clone() for fqn, p in reference.named_parameters()}
@@ -87,11 +94,15 @@ def test_reads_values_gradients_and_state(stage: int, precision: str) -> None:
 
 
 @everywhere
-@stages
-@precisions
-def test_looking_changes_nothing(stage: int, precision: str, tmp_path) -> None:
+def test_looking_changes_nothing(world_size: int, tmp_path) -> None:
+    for stage, precision, _ in beginning(world_size, ROWS):
+        with noted(stage, precision):
+            looking_changes_nothing(stage, precision, tmp_path / f"{stage} {precision}")
+
+
+def looking_changes_nothing(stage: int, precision: str, tmp_path: Path) -> None:
     case = here(stage, precision, accumulation=2)
-    data = batches(3, size=case.global_batch)
+    data = batches(2, size=case.global_batch)
     states = []
     for looks in (False, True):
         model = odd()
@@ -113,9 +124,13 @@ def test_looking_changes_nothing(stage: int, precision: str, tmp_path) -> None:
 
 
 @everywhere
-@stages
-@precisions
-def test_writes_values_and_state_exactly(stage: int, precision: str) -> None:
+def test_writes_values_and_state_exactly(world_size: int) -> None:
+    for stage, precision, _ in beginning(world_size, ROWS):
+        with noted(stage, precision):
+            writes_values_and_state_exactly(stage, precision)
+
+
+def writes_values_and_state_exactly(stage: int, precision: str) -> None:
     case = here(stage, precision)
     model = odd()
     engine = start(model, case)
@@ -134,10 +149,13 @@ def test_writes_values_and_state_exactly(stage: int, precision: str) -> None:
 
 
 @everywhere
-@stages
-@precisions
-@pytest.mark.parametrize("after_backward", [True, False])
-def test_a_written_gradient_is_the_one_applied(stage: int, precision: str, after_backward: bool) -> None:
+def test_a_written_gradient_is_the_one_applied(world_size: int) -> None:
+    for stage, precision, after_backward in beginning(world_size, ROWS):
+        with noted(stage, precision, after_backward):
+            a_written_gradient_is_the_one_applied(stage, precision, after_backward=after_backward)
+
+
+def a_written_gradient_is_the_one_applied(stage: int, precision: str, *, after_backward: bool) -> None:
     case = here(stage, precision)
     model = odd()
     sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
