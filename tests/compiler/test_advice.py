@@ -78,12 +78,7 @@ def _to_double(module: nn.Module) -> None:
     ],
 )
 def test_what_torch_says_is_said_in_plain_words(change: Change, words: str, mend: str) -> None:
-    class Fresh(Sensitive):
-        """Dynamo remembers, per function, what changed before: this one it has not seen."""
-
-        forward = _fresh(Sensitive.forward)
-
-    module = Fresh()
+    module = Sensitive()
     compiler = compiled(module, scope="module")
     module(X)
     change(module)
@@ -92,8 +87,24 @@ def test_what_torch_says_is_said_in_plain_words(change: Change, words: str, mend
     assert mend in found.advice.mend
 
 
-def _fresh(function: Any) -> Any:
-    return type(function)(function.__code__.replace(), function.__globals__, "forward", function.__defaults__)
+def test_a_batch_of_one_is_named_also_where_other_sizes_came_before() -> None:
+    module = Sensitive()
+    compiler = compiled(module, scope="module")
+    for size in (2, 3, 1):
+        module(torch.ones(size, 4))
+    advice = compiler.report.recompiles[-1].advice
+    assert "is now 1" in advice.words
+    assert "batches of one" in advice.mend
+
+
+def test_sizes_that_were_equal_by_chance_are_named() -> None:
+    module = Sensitive()
+    compiler = compiled(module, scope="module", kwargs={"dynamic": True})
+    for size in (3, 2):
+        module(torch.ones(3, size, 4))
+    (found,) = compiler.report.recompiles
+    assert "sizes of `x` at dimension 1 and of `x` at dimension 0 were equal" in found.advice.words
+    assert "for sizes that differ" in found.advice.mend
 
 
 @pytest.mark.parametrize(
