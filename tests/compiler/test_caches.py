@@ -28,8 +28,9 @@ def start(name):
         model = net(depth=2)
         compiler = compiled(model, backend="inductor")
         done = run(model, tokens())
+        grad = done.grads["blocks.0.up.weight"]
         found = {
-            "output": done.output.flatten()[:8].tolist(), "grad": done.grads["blocks.0.up.weight"].flatten()[:8].tolist(),
+            "output": done.output.flatten()[:8].tolist(), "grad": grad.flatten()[:8].tolist(),
             "hits": compiler.report.cache_hits, "misses": compiler.report.cache_misses,
         }
         with open(os.path.join(sys.argv[1], name), "w") as file:

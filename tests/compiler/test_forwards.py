@@ -9,16 +9,18 @@ import pytest
 import torch
 import torch._functorch.config
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from tests.compiler.models import Block, Net, Run, assert_same, compiled, net, run, tokens, twin
+from tests.compiler.models import Block, assert_same, compiled, net, run, tokens, twin
 
 # Generated code may add in another order than eager does.
 GENERATED = {"rtol": 1e-5, "atol": 1e-6}
 
 
-@pytest.mark.parametrize("scope", ["auto", "module", ["Linear", "embed"]], ids=["auto", "module", "list"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    ("backend", "scope"),
+    [("aot_eager", "auto"), ("eager", "module"), ("aot_eager", ["Linear", "embed"])],
+    ids=["auto", "module", "list"],
+)
 def test_outputs_and_gradients_equal_eager_bit_by_bit(backend: str, scope: Any) -> None:
     model = net()
     plain = twin(model)
@@ -30,7 +32,7 @@ def test_outputs_and_gradients_equal_eager_bit_by_bit(backend: str, scope: Any) 
 
 
 def test_inductor_computes_the_same_and_its_seconds_count_the_backward() -> None:
-    model = net(depth=12)
+    model = net(depth=2)
     with torch._functorch.config.patch(enable_autograd_cache=False):  # else a warm cache brings both graphs at once
         compiler = compiled(model, backend="inductor")
         out = model(tokens())
@@ -67,7 +69,7 @@ def test_freezing_and_unfreezing_is_two_graphs() -> None:
 def test_changing_batch_sizes_are_three_graphs() -> None:
     """The first size, any size from the second on, and a batch of one, which torch always takes for a constant."""
     model = net()
-    compiler = compiled(model, backend="aot_eager")
+    compiler = compiled(model)
     for batch in (8, 8, 3, 8, 5, 1, 8):
         assert_same(run(model, tokens(batch)), run(twin(model), tokens(batch)))
     assert compiler.report.graphs == 3
@@ -105,7 +107,7 @@ def test_dynamic_from_the_start_is_one_graph_fewer(batches: tuple[int, ...], gra
 
 
 def test_blocks_of_other_widths_do_not_use_up_each_others_limit() -> None:
-    widths = list(range(4, 16))
+    widths = list(range(4, 13))  # one more than torch's limit
     stages = nn.Sequential(*(nn.Sequential(nn.Linear(a, a + 1), nn.Tanh()) for a in widths))
     compiler = compiled(stages, scope=[str(i) for i in range(len(widths))])
     x = torch.randn(2, 4, requires_grad=True)
@@ -189,36 +191,6 @@ def test_autocast() -> None:
     assert compiler.report.fallbacks == []
 
 
-class Checkpointed(Net):
-    """Recomputes each block in the backward."""
-
-    reentrant = False
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        x = self.embed(value)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return self.head(x)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing_around_a_target(reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Checkpointed, "reentrant", reentrant)
-    torch.manual_seed(0)
-    model = Checkpointed(dropout=0.2)
-    plain = twin(model)
-    compiler = compiled(model, backend="aot_eager")
-    for seed in (1, 2):
-        assert_same(_seeded(model, seed), _seeded(plain, seed))
-    assert compiler.report.graphs >= 1
-    assert compiler.report.fallbacks == []
-
-
-def _seeded(module: nn.Module, seed: int) -> Run:
-    torch.manual_seed(seed)
-    return run(module, tokens())
-
-
 class Picky(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[0] == 3:
@@ -292,6 +264,6 @@ def test_tied_and_shared_modules() -> None:
     model.blocks[2] = model.blocks[0]
     model.blocks[1].up.weight = model.blocks[0].up.weight
     plain = twin(model)
-    compiler = compiled(model, backend="aot_eager")
+    compiler = compiled(model)
     assert compiler.targets == ("blocks.0", "blocks.1")
     assert_same(run(model, tokens()), run(plain, tokens()))

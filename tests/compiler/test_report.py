@@ -62,9 +62,9 @@ def test_a_python_counter_is_said_once_with_its_guard_and_then_the_limit() -> No
     model = nn.Sequential(Counting(), Counting())
     compiler = compiled(model)
     x = torch.randn(2, 8, requires_grad=True)
-    for _ in range(12):
+    for _ in range(10):
         model(x)
-    assert model[0].calls == 12
+    assert model[0].calls == 10
     guards = [recompile.guard for recompile in compiler.report.recompiles]
     assert len(guards) >= 7
     assert all("self.calls == " in guard and "HINT" not in guard for guard in guards)
@@ -79,13 +79,7 @@ def test_a_python_counter_is_said_once_with_its_guard_and_then_the_limit() -> No
 
 
 def test_an_ordinary_recompile_is_kept_but_not_said() -> None:
-    class Fresh(Block):
-        """Dynamo remembers per function, in the whole process, which sizes change: this one it has not seen."""
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.up(x)
-
-    model = nn.ModuleList([Fresh(), Fresh()])
+    model = nn.ModuleList([Block(), Block()])
     compiler = compiled(model)
     for batch in (4, 6, 8):
         model[0](torch.randn(batch, 8))
@@ -240,7 +234,7 @@ def test_the_count_of_calls_kept_in_a_tensor_is_the_mend() -> None:
 
 
 def test_alternating_training_and_evaluation_never_recompiles_after_the_second_step() -> None:
-    model = net(depth=12, dropout=0.1)
+    model = net(dropout=0.1)
     compiler = compiled(model)
     counts = []
     for _ in range(5):

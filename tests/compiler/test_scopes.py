@@ -66,7 +66,7 @@ class Deep(nn.Module):
 def test_nested_modules(scope: Any, targets: list[str], graphs: int) -> None:
     torch.manual_seed(0)
     model = Deep()
-    compiler = compiled(model, scope=scope, backend="aot_eager")
+    compiler = compiled(model, scope=scope, backend="aot_eager" if scope == "module" else "eager")
     assert list(compiler.targets) == targets
     assert _slots(model) == targets
     _equal(model, tokens())
@@ -112,10 +112,10 @@ class InsideReentrant(Inside):
 def test_checkpointing_around_targets(kind: type[Around], scope: Any) -> None:
     torch.manual_seed(0)
     model = kind(dropout=0.2)
-    compiler = compiled(model, backend="aot_eager", scope=scope)
-    _equal(model, tokens(), steps=3)
+    compiler = compiled(model, backend="aot_eager" if scope == "auto" else "eager", scope=scope)
+    _equal(model, tokens())
     assert compiler.report.fallbacks == []
-    assert compiler.report.graphs <= 8
+    assert 1 <= compiler.report.graphs <= 8
 
 
 @pytest.mark.parametrize("kind", [Inside, InsideReentrant])
@@ -123,7 +123,7 @@ def test_checkpointing_inside_targets(kind: type[Inside]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(kind(), kind(), kind())
     compiler = compiled(model, backend="aot_eager")
-    _equal(model, torch.randn(3, 8, requires_grad=True), steps=3)
+    _equal(model, torch.randn(3, 8, requires_grad=True))
     assert compiler.report.fallbacks == []
     assert compiler.report.graphs >= 1
     assert len(compiler.report.breaks) <= (kind is InsideReentrant)
@@ -160,7 +160,7 @@ class Recurrent(nn.Module):
 def test_a_block_at_several_places_is_compiled_at_each(scope: Any, targets: tuple[str, ...]) -> None:
     torch.manual_seed(0)
     model = Recurrent()
-    compiler = compiled(model, scope=scope, backend="aot_eager")
+    compiler = compiled(model, scope=scope)
     assert set(compiler.targets) == set(targets)
     _equal(model, torch.randn(3, 8, requires_grad=True))
     compiler.review()
@@ -206,7 +206,7 @@ class Flexible(nn.Module):
 def test_kinds_of_input_and_output_each_have_their_graph() -> None:
     torch.manual_seed(0)
     model = nn.ModuleList([Flexible(), Flexible()])
-    compiler = compiled(model, backend="aot_eager")
+    compiler = compiled(model)
     plain = twin(model)
     x, mask = torch.randn(2, 8, requires_grad=True), torch.ones(8)
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
@@ -256,7 +256,7 @@ class Generating(Net):
 def test_generation_through_forward_is_right_and_leaves_training_alone(scope: str) -> None:
     torch.manual_seed(0)
     model = Generating()
-    compiler = compiled(model, scope=scope, backend="aot_eager")
+    compiler = compiled(model, scope=scope)
     run(model, tokens())
     training = compiler.report.graphs
     assert torch.equal(model.generate(tokens(), 6), twin(model).generate(tokens(), 6))

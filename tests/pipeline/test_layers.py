@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -81,6 +81,7 @@ def whole_names(stages):
     return found
 
 
+@settings(max_examples=50)
 @given(
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=7),
     stages=st.integers(1, 4),

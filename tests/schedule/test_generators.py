@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sheer.errors import UsageError
@@ -28,18 +28,21 @@ from sheer.schedule import (
 
 stages_of = st.integers(1, 8)
 micro_batches_of = st.integers(1, 16)
+few = settings(max_examples=50)
 
 
 def lines(schedule: Schedule) -> list[str]:
     return [" ".join(map(str, actions)) for actions in schedule.actions]
 
 
+@few
 @given(stages_of, micro_batches_of)
 def test_everything_made_can_run(stages: int, micro_batches: int) -> None:
     for name in GENERATORS:
         assert problems(by_name(name, stages, micro_batches)) == []
 
 
+@few
 @given(stages_of, micro_batches_of, st.integers(1, 4))
 def test_everything_made_can_run_with_any_number_of_chunks(stages: int, micro_batches: int, chunks: int) -> None:
     for name in (name for name, named in GENERATORS.items() if not named.fixed):
@@ -48,6 +51,7 @@ def test_everything_made_can_run_with_any_number_of_chunks(stages: int, micro_ba
         assert schedule.chunks == chunks
 
 
+@few
 @given(stages_of, st.integers(1, 4), micro_batches_of, st.randoms(use_true_random=False))
 def test_evaluation_can_run_under_any_placement(stages: int, chunks: int, micro_batches: int, random) -> None:  # type: ignore[no-untyped-def]
     placement = list(range(stages)) * chunks
@@ -55,6 +59,7 @@ def test_evaluation_can_run_under_any_placement(stages: int, chunks: int, micro_
     assert problems(forward_only(stages, micro_batches, placement=tuple(placement))) == []
 
 
+@few
 @given(stages_of, micro_batches_of)
 def test_gpipe_and_1f1b_have_the_published_bubble(stages: int, micro_batches: int) -> None:
     published = (stages - 1) / (micro_batches + stages - 1)
@@ -62,6 +67,7 @@ def test_gpipe_and_1f1b_have_the_published_bubble(stages: int, micro_batches: in
     assert simulate(one_f_one_b(stages, micro_batches)).bubble == pytest.approx(published)
 
 
+@few
 @given(stages_of, micro_batches_of)
 def test_activations_held(stages: int, micro_batches: int) -> None:
     assert simulate(gpipe(stages, micro_batches)).in_flight == (micro_batches,) * stages
@@ -69,6 +75,7 @@ def test_activations_held(stages: int, micro_batches: int) -> None:
     assert simulate(one_f_one_b(stages, micro_batches)).in_flight == books
 
 
+@few
 @given(stages_of, st.integers(0, 16), st.integers(1, 4))
 def test_interleaved_has_the_published_bubble_also_in_unequal_rounds(stages: int, more: int, chunks: int) -> None:
     micro_batches = stages + more
@@ -76,6 +83,7 @@ def test_interleaved_has_the_published_bubble_also_in_unequal_rounds(stages: int
     assert timeline.bubble == pytest.approx((stages - 1) / (chunks * micro_batches + stages - 1))
 
 
+@few
 @given(stages_of, micro_batches_of, st.integers(2, 4))
 def test_interleaving_is_worth_its_messages_and_shows_its_price(stages: int, micro_batches: int, chunks: int) -> None:
     cut, whole = simulate(interleaved(stages, micro_batches, chunks)), simulate(one_f_one_b(stages, micro_batches))
@@ -95,6 +103,7 @@ def test_one_chunk_interleaved_is_1f1b() -> None:
     assert interleaved(3, 5, 1).actions == one_f_one_b(3, 5).actions
 
 
+@few
 @given(stages_of, st.integers(0, 16), st.integers(1, 4), st.sampled_from([(1, 1, 1), (2, 2, 1), (3, 2, 2), (2, 3, 1)]))
 def test_zero_bubble_has_the_published_bubble(stages: int, more: int, chunks: int, costs: tuple[int, int, int]) -> None:
     micro_batches = stages + more
@@ -104,6 +113,7 @@ def test_zero_bubble_has_the_published_bubble(stages: int, more: int, chunks: in
     assert timeline.length == chunks * micro_batches * (f + i + w) + (stages - 1) * (f + i - w)
 
 
+@few
 @given(stages_of, micro_batches_of)
 def test_zero_bubble_holds_no_more_than_the_first_stage_of_1f1b(stages: int, micro_batches: int) -> None:
     most = max(simulate(one_f_one_b(stages, micro_batches)).in_flight)
@@ -111,6 +121,7 @@ def test_zero_bubble_holds_no_more_than_the_first_stage_of_1f1b(stages: int, mic
     assert max(simulate(zero_bubble_v(stages, micro_batches)).in_flight) <= 2 * most
 
 
+@few
 @given(stages_of, st.integers(0, 16))
 def test_zb_v_has_no_bubble_within(stages: int, more: int) -> None:
     micro_batches = 2 * stages - 1 + more

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.pipelining import schedules as torchs
@@ -25,6 +25,7 @@ from sheer.schedule import (
 
 stages_of = st.integers(1, 8)
 micro_batches_of = st.integers(1, 16)
+few = settings(max_examples=50)
 WORK = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 
 
@@ -52,6 +53,7 @@ def in_equal_rounds(stages: int, micro_batches: int) -> bool:
     return micro_batches % max(1, micro_batches // stages) == 0
 
 
+@few
 @given(stages_of, micro_batches_of)
 def test_gpipe(stages: int, micro_batches: int) -> None:
     assert theirs(torchs.ScheduleGPipe(pieces(stages, 1)[0], micro_batches).pipeline_order) == ours(
@@ -59,6 +61,7 @@ def test_gpipe(stages: int, micro_batches: int) -> None:
     )
 
 
+@few
 @given(stages_of, micro_batches_of)
 def test_1f1b(stages: int, micro_batches: int) -> None:
     assume(micro_batches >= stages)  # torch's class refuses to run fewer
@@ -70,6 +73,7 @@ def test_1f1b(stages: int, micro_batches: int) -> None:
     assert order[-1] == [f"{last}F{int(a.split('F')[1]) + 1}" if "F" in a else a for a in mine[-1]]
 
 
+@few
 @given(stages_of, micro_batches_of, st.integers(2, 4))
 def test_interleaved(stages: int, micro_batches: int, chunks: int) -> None:
     assume(in_equal_rounds(stages, micro_batches))
@@ -77,6 +81,7 @@ def test_interleaved(stages: int, micro_batches: int, chunks: int) -> None:
     assert theirs(schedule.pipeline_order) == ours(interleaved(stages, micro_batches, chunks))
 
 
+@few
 @given(stages_of, micro_batches_of, st.integers(1, 4))
 def test_zero_bubble(stages: int, micro_batches: int, chunks: int) -> None:
     assume(in_equal_rounds(stages, micro_batches))
@@ -84,6 +89,7 @@ def test_zero_bubble(stages: int, micro_batches: int, chunks: int) -> None:
     assert theirs(schedule.pipeline_order) == ours(zero_bubble(stages, micro_batches, chunks))
 
 
+@few
 @given(stages_of, micro_batches_of)
 def test_zero_bubble_v(stages: int, micro_batches: int) -> None:
     schedule = torchs.ScheduleZBVZeroBubble(pieces(stages, 2), micro_batches)
