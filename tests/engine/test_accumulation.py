@@ -15,6 +15,7 @@ from sheer.errors import DataError, UsageError
 from tests.engine.models import batches, odd
 from tests.engine.oracle import Case, assert_same_model, start
 from tests.engine.test_backward import SGD, TOLERANCE, here, ours, plain
+from tests.pairs import beginning, noted, pairs
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
@@ -31,10 +32,17 @@ def assert_same(model: nn.Module, reference: nn.Module) -> None:
 # --- whose boundary ---------------------------------------------------------------------------------------------------
 
 
+OUTSIDE = pairs((1, 2), (0, 1, 2, 3), (True, False))
+
+
 @pytest.mark.world_size(1, 2)
-@STAGES
-@pytest.mark.parametrize("averaged_by_us", [True, False])
-def test_a_boundary_decided_from_outside(stage: int, averaged_by_us: bool) -> None:
+def test_a_boundary_decided_from_outside(world_size: int) -> None:
+    for stage, averaged_by_us in beginning(world_size, OUTSIDE):
+        with noted(stage, averaged_by_us):
+            decided_from_outside(stage, averaged_by_us)
+
+
+def decided_from_outside(stage: int, averaged_by_us: bool) -> None:
     """As accelerate does: `step` is called at boundaries only, and the loss may be averaged already."""
     case = here(stage=stage, accumulation=3, clip=0.5)
     model, reference = odd(), odd()
@@ -66,7 +74,7 @@ def test_no_sync(stage: int, way: str) -> None:
     engine = start(model, case)
     optimizer = torch.optim.SGD(reference.parameters(), **SGD)
     call = engine.module if way == "module" else engine
-    for batch in batches(3, size=3 * case.world * case.micro):
+    for batch in batches(2, size=3 * case.world * case.micro):
         parts = [part.split(case.micro) for part in batch.split(case.world * case.micro)]
         engine.traffic.log = []
         with engine.no_sync():
@@ -118,28 +126,31 @@ class Named(nn.Module):
         return type("Output", (), {"loss": loss})() if self.returns == "object" else loss
 
 
+SHAPES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "tensor": lambda tokens: tokens,
+    "tuple": lambda tokens: (tokens, 1.0),
+    "mapping": lambda tokens: {"factor": 1.0, "tokens": tokens},
+}
+BATCHES = pairs((1, 2), (0, 1, 2, 3), tuple(SHAPES), ("tensor", "mapping", "object"))
+
+
 @pytest.mark.world_size(1, 2)
-@STAGES
-@pytest.mark.parametrize("shape", ["tensor", "tuple", "mapping"])
-@pytest.mark.parametrize("returns", ["tensor", "mapping", "object"])
-def test_train_batch_equals_plain(stage: int, shape: str, returns: str) -> None:
-    case = here(stage=stage, accumulation=2)
-    model, reference = Named(returns=returns), odd()
-    data = batches(2, size=case.global_batch)
-    shaped = {
-        "tensor": lambda tokens: tokens,
-        "tuple": lambda tokens: (tokens, 1.0),
-        "mapping": lambda tokens: {"factor": 1.0, "tokens": tokens},
-    }[shape]
-    mine = iter([shaped(ranks[case.rank]) for batch in data for ranks in case.micro_batches(batch)])
-    engine = start(model, case)
-    means = [engine.train_batch(mine) for _ in data]
-    with torch.no_grad():
-        expected = torch.stack([odd()(part) for part in data[0].split(case.micro)]).mean()
-    torch.testing.assert_close(means[0], expected)
-    assert float(means[1]) == engine.last_step.loss
-    plain(reference, case, data, once)
-    assert_same(model.inner, reference)
+def test_train_batch_equals_plain(world_size: int) -> None:
+    for stage, shape, returns in beginning(world_size, BATCHES):
+        case = here(stage=stage, accumulation=2)
+        model, reference = Named(returns=returns), odd()
+        data = batches(2, size=case.global_batch)
+        mine = iter([SHAPES[shape](ranks[case.rank]) for batch in data for ranks in case.micro_batches(batch)])
+        with noted(stage, shape, returns):
+            engine = start(model, case)
+            means = [engine.train_batch(mine) for _ in data]
+            with torch.no_grad():
+                expected = torch.stack([odd()(part) for part in data[0].split(case.micro)]).mean()
+            torch.testing.assert_close(means[0], expected)
+            assert float(means[1]) == engine.last_step.loss
+            plain(reference, case, data, once)
+            assert_same(model.inner, reference)
+        engine.destroy()
 
 
 @pytest.mark.world_size(2)
@@ -310,10 +321,17 @@ def test_zero_grad_before_the_backward_of_every_step_is_silent(stage: int, caplo
 # --- several engines --------------------------------------------------------------------------------------------------
 
 
+TURNS = pairs((1, 2), (0, 1, 2, 3), (False, True))
+
+
 @pytest.mark.world_size(1, 2)
-@STAGES
-@pytest.mark.parametrize("freezes", [False, True])
-def test_two_engines_take_turns(stage: int, freezes: bool) -> None:
+def test_two_engines_take_turns(world_size: int) -> None:
+    for stage, freezes in beginning(world_size, TURNS):
+        with noted(stage, freezes):
+            take_turns(stage, freezes)
+
+
+def take_turns(stage: int, freezes: bool) -> None:
     """A GAN: the generator's loss flows through the critic, whose gradients of it are forgotten or never made."""
 
     def make() -> tuple[nn.Module, nn.Module]:

@@ -14,6 +14,7 @@ from sheer.errors import ConfigError, UsageError
 from tests.engine.models import batches, odd
 from tests.engine.oracle import Case, adamw, assert_same_model, engine_run, plain_run, start, values
 
+NAMED = ["blocks.*", "head"]
 EAGER = {"compile": {"enabled": True, "backend": "aot_eager"}}
 
 
@@ -26,12 +27,16 @@ def counting(graphs: list[int]):
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("scope", ["auto", "module", ["Block"], ["blocks.*", "head"]])
+@pytest.mark.parametrize(
+    ("stage", "scope"),
+    # What stays of a module by every stage and scope: test_identity.py. Stage 3 by every scope: test_stage3.py.
+    [(0, "auto"), (0, NAMED), (1, "module"), (2, "auto"), (2, "module"), (2, ["Block"]), (3, "auto"), (3, NAMED)],
+    ids=str,
+)
 def test_compiled_training_equals_plain(stage: int, scope) -> None:
     case = Case(stage=stage, world=2, rank=sheer.testing.rank(), accumulation=2, clip=0.5)
     model, reference = odd(), odd()
-    data = batches(3, size=case.global_batch)
+    data = batches(2, size=case.global_batch)
     engine = start(model, case, compile={**EAGER["compile"], "scope": scope})
     ours = engine_run(engine, case, data)
     torch.testing.assert_close(
@@ -145,8 +150,8 @@ def test_freezing_and_loading_go_on_compiled(tmp_path) -> None:
     assert_same_model(model, reference, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.world_size(1, 2)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_state_goes_between_compiled_and_plain(stage: int, world_size: int) -> None:
     case = Case(stage=stage, world=world_size, rank=sheer.testing.rank())
     compiled, plain = odd(seed=1), odd(seed=2)

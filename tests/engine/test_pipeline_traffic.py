@@ -77,7 +77,7 @@ def test_few_layers_of_a_stage_are_whole_at_a_time(schedule: str, more: dict[str
     phases: list[Phase] = []
     for param in engine.module.parameters():
         param.register_post_accumulate_grad_hook(lambda _: phases.append(engine._runtime.gathering._passes[1].phase))
-    for seed in range(3):
+    for seed in range(2):
         vault.peak = vault.live
         log = log_of(engine, case, seed=seed)
         assert vault.live == 0
@@ -107,8 +107,11 @@ def test_the_next_pass_begins_to_arrive_when_one_ends() -> None:
 
 
 @pytest.mark.world_size(4)
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize(("holder", "reader"), [(1, 5), (5, 1)])
+@pytest.mark.parametrize(
+    ("holder", "reader", "zero"),
+    # Stages 0 and 1 reduce at the same moments.
+    [(1, 5, 0), (1, 5, 2), (1, 5, 3), (5, 1, 1), (5, 1, 2), (5, 1, 3)],
+)
 def test_a_function_may_read_what_another_chunk_holds(holder: int, reader: int, zero: int) -> None:
     """The gradient comes with a backward that reduces other buckets, and is reduced with its own, or after all."""
 

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
@@ -140,6 +140,7 @@ def check_equal(module, inputs, extra=()):
     return split
 
 
+@settings(max_examples=50)
 @given(st.lists(st.sampled_from(KINDS), min_size=1, max_size=5), st.booleans(), st.integers(0, 99))
 def test_halves_equal_the_whole(kinds, input_trains, seed):
     torch.manual_seed(seed)
@@ -147,6 +148,7 @@ def test_halves_equal_the_whole(kinds, input_trains, seed):
     check_equal(module, [torch.randn(3, 4, requires_grad=input_trains)])
 
 
+@settings(max_examples=50)
 @given(st.lists(st.sampled_from(KINDS), min_size=1, max_size=3), st.integers(0, 99))
 def test_several_inputs_of_which_some_train(kinds, seed):
     torch.manual_seed(seed)
