@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,24 +25,33 @@ from tests.engine.everything import PRECISIONS, build, everything, grouped, here
 from tests.engine.models import Odd, batches, odd
 from tests.engine.oracle import Case, engine_run, start, values
 from tests.engine.worlds import Worlds, assert_same, contents, snapshot
+from tests.harness import fresh
+from tests.pairs import beginning, noted, pairs
 
 everywhere = pytest.mark.world_size(1, 2)
 stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
+RESTARTS = pairs((1, 2), (0, 1, 2, 3), tuple(PRECISIONS))
+
+
 @everywhere
-@stages
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_restart_is_no_event(stage: int, precision: str, tmp_path: Path) -> None:
+def test_a_restart_is_no_event(world_size: int, tmp_path: Path) -> None:
     """To the bit, with other initial weights, in an engine that has trained already or in a new one."""
+    for stage, precision in beginning(world_size, RESTARTS):
+        with noted(stage, precision):
+            goes_on_as_before(stage, precision, tmp_path / f"{stage} {precision}")
+
+
+def goes_on_as_before(stage: int, precision: str, tmp_path: Path) -> None:
     case = in_world(sheer.testing.world_size(), stage, precision, accumulation=2, micro=2)
     engine = build(1, case)
     train(engine, case, range(2))
     engine.save_checkpoint(tmp_path)
     expected = train(engine, case, range(2, 4))
     end = snapshot(engine)
-    for fresh in (True, False):
-        if fresh:
+    for anew in (True, False):
+        if anew:
             engine.destroy()
             engine = build(7, case)
         path, client = engine.load_checkpoint(tmp_path)
@@ -262,11 +268,22 @@ def test_an_engine_torn_by_a_load_does_nothing_but_load_again(tmp_path: Path, mo
 # --- parts of a checkpoint --------------------------------------------------------------------------------------------
 
 
+WAYS: dict[str, dict[str, Any]] = {
+    "load_module_only": {"load_module_only": True},
+    "load_optimizer_states=False": {"load_optimizer_states": False},
+    "custom_load_fn": {"custom_load_fn": lambda src, dst: dst.load_state_dict(src)},
+}
+ALONE = pairs((1, 2), (0, 1, 2, 3), ("fp32", "bf16"), tuple(WAYS))
+
+
 @everywhere
-@stages
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("way", ["load_module_only", "load_optimizer_states=False", "custom_load_fn"])
-def test_weights_alone_refresh_the_masters(stage: int, precision: str, way: str, tmp_path: Path) -> None:
+def test_weights_alone_refresh_the_masters(world_size: int, tmp_path: Path) -> None:
+    for stage, precision, way in beginning(world_size, ALONE):
+        with noted(stage, precision, way):
+            assert_refreshes_the_masters(stage, precision, way, tmp_path / f"{stage} {precision} {way}")
+
+
+def assert_refreshes_the_masters(stage: int, precision: str, way: str, tmp_path: Path) -> None:
     case = in_world(sheer.testing.world_size(), stage, precision)
     first = build(1, case)
     train(first, case, range(2))
@@ -276,12 +293,7 @@ def test_weights_alone_refresh_the_masters(stage: int, precision: str, way: str,
     train(engine, case, range(3))
     weight = engine.module.blocks[1].up.weight
     moment = safe_get_full_optimizer_state(weight, "exp_avg")
-    options: dict[str, Any] = {
-        "load_module_only": {"load_module_only": True},
-        "load_optimizer_states=False": {"load_optimizer_states": False},
-        "custom_load_fn": {"custom_load_fn": lambda src, dst: dst.load_state_dict(src)},
-    }[way]
-    engine.load_checkpoint(tmp_path, **options)
+    engine.load_checkpoint(tmp_path, **WAYS[way])
     shown = values(engine.module)
     for fqn, param in engine.module.named_parameters():
         value = stored[checkpoint.Key("param", fqn)]
@@ -358,11 +370,18 @@ def test_without_frozen_parameters(stage: int, tmp_path: Path) -> None:
     assert torch.equal(now["embed.weight"], values(first.module)["embed.weight"])
 
 
+FREEZING = pairs((1, 2), (0, 1, 2, 3), ("fp32", "bf16"))
+
+
 @everywhere
-@stages
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_frozen_in_one_run_and_trained_in_another(stage: int, precision: str, tmp_path: Path) -> None:
+def test_frozen_in_one_run_and_trained_in_another(world_size: int, tmp_path: Path) -> None:
     """State of what does not train is kept for when it does."""
+    for stage, precision in beginning(world_size, FREEZING):
+        with noted(stage, precision):
+            keeps_the_state_of_what_is_frozen(stage, precision, tmp_path / f"{stage} {precision}")
+
+
+def keeps_the_state_of_what_is_frozen(stage: int, precision: str, tmp_path: Path) -> None:
     case = in_world(sheer.testing.world_size(), stage, precision)
     first = build(1, case)
     train(first, case, range(2))
@@ -482,10 +501,17 @@ FAILURES: dict[str, tuple[Callable[[Path], None], dict[str, Any], str]] = {
 }
 
 
+FAILED = pairs((1, 2), (0, 1, 2, 3), tuple(FAILURES))
+
+
 @everywhere
-@stages
-@pytest.mark.parametrize("failure", FAILURES)
-def test_a_failed_load_changes_nothing(stage: int, failure: str, tmp_path: Path) -> None:
+def test_a_failed_load_changes_nothing(world_size: int, tmp_path: Path) -> None:
+    for stage, failure in beginning(world_size, FAILED):
+        with noted(stage, failure):
+            assert_a_failed_load_changes_nothing(stage, failure, tmp_path / f"{stage} {failure}")
+
+
+def assert_a_failed_load_changes_nothing(stage: int, failure: str, tmp_path: Path) -> None:
     harm, extra, words = FAILURES[failure]
     case = here(stage, extra={"bf16": {"enabled": True}})
     data = batches(3, size=case.global_batch)
@@ -564,42 +590,31 @@ def test_a_checkpoint_without_an_optimizer(tmp_path: Path, caplog: pytest.LogCap
 
 # --- killed -----------------------------------------------------------------------------------------------------------
 
-SCRIPT = """
-import os, signal, sys, torch, sheer
-from tests.engine.models import odd, batches
-from tests.engine.oracle import Case, engine_run, start, values
 
-folder, kill_at = sys.argv[1], int(sys.argv[2])
-case = Case(extra={"bf16": {"enabled": True}})
-engine = start(odd(seed=os.getpid()) if os.path.exists(folder) else odd(), case)
-engine.load_checkpoint(folder)
-calls, fsync = 0, os.fsync
+def trained_to_the_end(folder: Path, kill_at: int) -> list[float]:
+    """Four steps in all and a save after each; killed at a call of the second save's."""
+    case = Case(extra={"bf16": {"enabled": True}})
+    engine = start(odd(seed=os.getpid()) if folder.exists() else odd(), case)
+    engine.load_checkpoint(folder)
+    calls, fsync = 0, os.fsync
 
-def counted(fd):
-    global calls
-    calls += 1
-    if engine.global_steps == 2 and calls == kill_at:
-        os.kill(os.getpid(), signal.SIGKILL)
-    fsync(fd)
+    def counted(fd: int) -> None:
+        nonlocal calls
+        calls += 1
+        if engine.global_steps == 2 and calls == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        fsync(fd)
 
-while engine.global_steps < 4:
-    engine_run(engine, case, batches(1, size=2, seed=engine.global_steps))
-    calls, os.fsync = 0, counted
-    engine.save_checkpoint(folder)
-print(repr([float(p.double().sum()) for p in engine.module.parameters()]))
-"""
+    while engine.global_steps < 4:
+        engine_run(engine, case, batches(1, size=2, seed=engine.global_steps))
+        calls, os.fsync = 0, counted
+        engine.save_checkpoint(folder)
+    return [float(p.double().sum()) for p in engine.module.parameters()]
 
 
 def test_killed_during_a_save_a_new_process_goes_on_to_the_same_end(tmp_path: Path) -> None:
-    def run(folder: str, kill_at: int) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", SCRIPT, str(tmp_path / folder), str(kill_at)]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=100, check=False)
-
-    whole = run("whole", 0)
-    assert whole.returncode == 0, whole.stderr
-    assert run("cut", 2).returncode == -signal.SIGKILL
+    whole = fresh.result_of(trained_to_the_end, tmp_path / "whole", 0)
+    assert whole[0] == 0
+    assert fresh.result_of(trained_to_the_end, tmp_path / "cut", 2) == (-signal.SIGKILL, None)
     assert (tmp_path / "cut" / "latest").read_text().strip() == "global_step1"
-    again = run("cut", 0)
-    assert again.returncode == 0, again.stderr
-    assert json.loads(again.stdout.splitlines()[-1]) == json.loads(whole.stdout.splitlines()[-1])
+    assert fresh.result_of(trained_to_the_end, tmp_path / "cut", 0) == whole
