@@ -92,7 +92,7 @@ def test_a_compiler_function_takes_the_place_of_torch_compile() -> None:
 
     def compiler_fn(forward: Callable[..., Any]) -> Callable[..., Any]:
         seen.append(forward)
-        return torch.compile(forward, backend="aot_eager", dynamic=False)
+        return torch.compile(forward, backend="eager", dynamic=False)
 
     compiler = compiled(model)
     compiler.set_compiler_fn(compiler_fn)
@@ -168,7 +168,7 @@ def test_adapters_added_before_and_after(when: str) -> None:
     model = net()
     if when == "before":
         _adapt(model)
-    compiler = compiled(model, backend="aot_eager")
+    compiler = compiled(model)
     if when == "called":
         run(model, tokens())
     if when != "before":

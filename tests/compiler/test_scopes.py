@@ -267,7 +267,7 @@ def test_generation_through_forward_is_right_and_leaves_training_alone(scope: st
 def test_the_modes_of_one_model_in_any_order() -> None:
     """Training, evaluation with and without gradients, inference mode, other batches: all equal eager."""
     model = net(dropout=0.0)
-    compiler = compiled(model, backend="aot_eager")
+    compiler = compiled(model)
     plain = twin(model)
     for batch, mode in ((4, "inference"), (4, "train"), (2, "no_grad"), (4, "eval"), (3, "train"), (4, "train")):
         model.train(mode == "train")
