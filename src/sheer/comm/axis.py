@@ -117,12 +117,19 @@ class Axis:
         """Say here, and wait at most `timeout` seconds for the others to say so too. Not collective: for who has lost a
         peer and wants to know which. Knows nothing where the store is gone as well."""
         try:
-            store = _PrefixStore(f"sheer/{self._id}/{name}", dist.distributed_c10d._get_default_store())
-            first = store.compare_set("first", "", said).decode()
+            first, store = self.claim(name, said), self._calling(name)
             store.set(f"0/{self.rank}", "here")
             return Roll(first, tuple(self._wait_for_all(store, 0, timeout)))
         except RuntimeError:  # DistError among them: the process that keeps the store is the one that is gone
             return Roll(said, ())
+
+    def claim(self, name: str, said: str) -> str:
+        """What the first rank to claim `name` or to call it out said. Not collective, and waits for nobody. Raises
+        RuntimeError where the store is gone."""
+        return str(self._calling(name).compare_set("first", "", said).decode())
+
+    def _calling(self, name: str) -> _Store:
+        return _PrefixStore(f"sheer/{self._id}/{name}", dist.distributed_c10d._get_default_store())
 
     def _wait_for_all(self, store: _Store, call: int, timeout: float) -> list[int]:
         deadline = time.monotonic() + timeout

@@ -16,6 +16,7 @@ from __future__ import annotations
 import traceback
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -220,11 +221,14 @@ class Links:
         for cause in (error, error.__cause__):
             if cause is not None:  # frames that have ended keep work, and with it connections
                 traceback.clear_frames(cause.__traceback__)
+        group, said = self._everyone.group, f"rank {self._everyone.rank}: {error}"
+        if group is not None:
+            with suppress(RuntimeError):  # where the store is gone too
+                self._everyone.claim("lost", said)  # before any peer loses this rank and takes itself for the first
         self.close()
-        if self._everyone.group is None:
+        if group is None:
             return error
-        grace = min(GRACE, timeout_of(self._everyone.group).total_seconds() / 2)
-        said = f"rank {self._everyone.rank}: {error}"
+        grace = min(GRACE, timeout_of(group).total_seconds() / 2)
         roll = self._everyone.call_out("lost", said, timeout=grace)
         who = ", ".join(map(str, roll.missing))
         told = [
