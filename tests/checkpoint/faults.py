@@ -1,13 +1,11 @@
-"""Strike at the n-th call to the file system: with an error, or by killing the process. Also a script (see `main`)."""
+"""Strike at the n-th call to the file system: with an error, or by killing the process."""
 
 from __future__ import annotations
 
 import io
-import json
 import os
 import shutil
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -107,11 +105,12 @@ def killed_at(root: Path, scenario: str, at: int) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
-def main(root: Path, scenario: str) -> None:
-    """Kill a save at every call in turn. Print, for each: what the latest checkpoint is, and what the next save leaves.
+def killed_everywhere(root: Path, scenario: str) -> list[dict[str, Any]]:
+    """Kill a save at every call in turn. For each: what the latest checkpoint is, and what the next save leaves.
 
-    A script of its own: it forks, which a process that runs tests had better not.
+    In a process of its own: it forks, which one that runs tests had better not.
     """
+    os.fsync = lambda fd: None  # a kill loses nothing that was written; it takes most of the time
     outcomes = []
     for at in range(10_000):
         before(root, scenario)
@@ -121,9 +120,4 @@ def main(root: Path, scenario: str) -> None:
         save_value(root, "after", 2)
         left = sorted(name for name in os.listdir(root) if name.startswith(".") and name != ".lock")
         outcomes.append({"found": found, "after": loads(root), "left": left, "tags": list_tags(root)})
-    print(json.dumps(outcomes))
-
-
-if __name__ == "__main__":
-    os.fsync = lambda fd: None  # a kill loses nothing that was written; it takes most of the time
-    main(Path(sys.argv[1]), sys.argv[2])
+    return outcomes

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import resource
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,29 +16,17 @@ from unittest import mock
 import pytest
 import torch
 
-import sheer
 from sheer.checkpoint import Axis, Shard, folder, list_tags, load_full, open_checkpoint, save, saving
 from sheer.errors import CheckpointError
 from tests.checkpoint import faults
 from tests.checkpoint.ranks import Solo, cut, errors_on_ranks, whole
-
-REPOSITORY = Path(__file__).parents[2]
+from tests.harness import fresh
 
 
 @pytest.mark.parametrize("scenario", faults.SCENARIOS)
 def test_killed_at_any_call_the_last_good_checkpoint_loads(tmp_path: Path, scenario: str) -> None:
-    source = str(Path(sheer.__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.checkpoint.faults", str(tmp_path / "root"), scenario],
-        cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": source},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    outcomes = json.loads(done.stdout)
+    ended, outcomes = fresh.result_of(faults.killed_everywhere, tmp_path / "root", scenario)
+    assert ended == 0
     assert len(outcomes) > 20, "a save makes at least that many calls"
     good = {"nothing", "new"} if scenario == "first save" else {"old", "new"}
     assert {outcome["found"] for outcome in outcomes} == good
@@ -56,8 +41,9 @@ def save_shard_of_rank(root: Path, tag: str, shards: Sequence[Shard], axis: Axis
     save(root, tag, shards=[shards[axis.rank]], facts={}, state={}, rng={}, axis=axis)
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EACCES], ids=errno.errorcode.get)
-@pytest.mark.parametrize("scenario", ["new tag", "same tag"])
+@pytest.mark.parametrize(
+    ("scenario", "number"), [("new tag", errno.ENOSPC), ("same tag", errno.EIO), ("new tag", errno.EACCES)]
+)
 def test_refused_at_any_call_every_rank_gets_an_error_and_nothing_is_lost(
     tmp_path: Path, scenario: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,7 @@ from sheer.errors import CheckpointError, CommError
 from tests.engine.models import batches, odd
 from tests.engine.oracle import Case, engine_run, start
 from tests.engine.worlds import assert_same, contents, snapshot
+from tests.harness import fresh
 
 everywhere = pytest.mark.world_size(1, 2)
 
@@ -222,35 +223,38 @@ def test_who_takes_long_is_waited_for_and_who_is_gone_is_not() -> None:
         waiting.gather_objects(None)
 
 
-SCRIPT = """
-import os, signal, sys
-from sheer.checkpoint import saving
-from tests.engine.models import odd, batches
-from tests.engine.oracle import Case, engine_run, start
+def save_late(folder: Path, kill: bool) -> None:
+    """A save that was done, and one beside whatever comes next; killed before it is whole."""
+    engine = start(odd(), Case())
+    engine_run(engine, Case(), batches(1, size=2))
+    engine.save_checkpoint(folder, "good")
+    engine_run(engine, Case(), batches(1, size=2))
+    real = saving.write_bytes
 
-folder, kill = sys.argv[1], sys.argv[2] == "kill"
-engine = start(odd(), Case())
-engine_run(engine, Case(), batches(1, size=2))
-engine.save_checkpoint(folder, "good")
-engine_run(engine, Case(), batches(1, size=2))
-real = saving.write_bytes
+    def dying(path: Path, data: bytes) -> Any:
+        if kill and path.name == "index.json":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(path, data)
 
-def dying(path, data):
-    if kill and path.name == "index.json":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return real(path, data)
-
-saving.write_bytes = dying
-engine.save_checkpoint(folder, "late", blocking=False)
-"""
+    saving.write_bytes = dying
+    engine.save_checkpoint(folder, "late", blocking=False)
 
 
-@pytest.mark.parametrize("how", ["exit", "kill"])
-def test_the_end_of_the_interpreter_waits_and_a_kill_leaves_the_last_good_one(how: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path), how]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=60, check=False)
-    assert done.returncode == (0 if how == "exit" else -signal.SIGKILL), done.stderr
-    assert (tmp_path / "latest").read_text().strip() == ("late" if how == "exit" else "good")
-    full = sheer.checkpoint.load_full(tmp_path)
-    assert torch.isfinite(full["embed.weight"]).all()
+def assert_loads(folder: Path, tag: str) -> None:
+    assert (folder / "latest").read_text().strip() == tag
+    assert torch.isfinite(checkpoint.load_full(folder)["embed.weight"]).all()
+
+
+def test_the_end_of_the_interpreter_waits(tmp_path: Path) -> None:
+    script = "import pathlib, sys; from tests.engine.test_background_saves import save_late as s"
+    command = [sys.executable, "-c", f"{script}; s(pathlib.Path(sys.argv[1]), kill=False)", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    assert_loads(tmp_path, "late")
+
+
+def test_a_kill_leaves_the_last_good_one(tmp_path: Path) -> None:
+    process = fresh.started(save_late, tmp_path, True)
+    process.join(110)
+    assert process.exitcode == -signal.SIGKILL
+    assert_loads(tmp_path, "good")
