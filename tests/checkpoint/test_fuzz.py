@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from sheer.checkpoint import Key, Reader, Request, open_checkpoint, read_rng, read_state, save
+from sheer.checkpoint import Key, Reader, Request, open_checkpoint, read_rng, read_state, reader, save
 from sheer.errors import CheckpointError
 from tests.checkpoint.ranks import cut, on_ranks, same, whole
 from tests.checkpoint.test_corruption import FILES, content_of, mutate, sign
@@ -23,8 +23,19 @@ MOST = 1 << 20
 """Elements that no mutation may make a reader ask for."""
 
 
+class Inline:
+    """In place of threads: most of the time would go by between them."""
+
+    def __init__(self, threads: int) -> None:
+        self.map = map
+
+    def shutdown(self) -> None:
+        pass
+
+
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(reader, "ThreadPoolExecutor", Inline)
     shards = [
         *cut("param", "blocks.0.w", torch.arange(700.0), cuts=[100, 333]),
         *cut("buffer", "mask", torch.arange(200) % 3 == 0, cuts=[50]),

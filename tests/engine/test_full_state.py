@@ -9,12 +9,19 @@ import sheer
 import sheer.testing
 from sheer.errors import UsageError
 from tests.engine.models import batches, odd
+from tests.pairs import beginning, noted, pairs
+
+ROWS = pairs((1, 2, 3), (0, 1, 2, 3), (True, False))
 
 
 @pytest.mark.world_size(1, 2, 3)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("rank0_only", [True, False])
-def test_it_is_what_a_checkpoint_has(stage: int, rank0_only: bool, tmp_path) -> None:
+def test_it_is_what_a_checkpoint_has(world_size: int, tmp_path) -> None:
+    for stage, rank0_only in beginning(world_size, ROWS):
+        with noted(stage, rank0_only):
+            assert_what_a_checkpoint_has(stage, rank0_only, tmp_path / f"{stage} {rank0_only}")
+
+
+def assert_what_a_checkpoint_has(stage: int, rank0_only: bool, tmp_path) -> None:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": stage},

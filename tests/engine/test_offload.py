@@ -33,6 +33,7 @@ from tests.engine.models import Odd, batches, odd
 from tests.engine.oracle import Case, engine_run, start, values
 from tests.harness.late_work import late_collectives
 from tests.harness.second_device import DEVICE, second_device
+from tests.pairs import beginning, noted, pairs
 
 LOW = {
     "fp32": {},
@@ -80,20 +81,25 @@ def assert_same(mine: Run, theirs: Run) -> None:
         assert torch.equal(mine[1][fqn], value), fqn
 
 
+def sharded_at_3_only(world: int, stage: int, setting: Any, places: tuple[str, str]) -> bool:
+    return (places[1] != "none") == (stage == 3)
+
+
+SETTINGS = ((1, 0.5, "fp32"), (2, 0.0, "bf16"), (2, 0.5, "fp16"))
+REST = (("cpu", "none"), ("nvme", "none"), ("none", "cpu"), ("cpu", "cpu"), ("nvme", "nvme"), ("nvme", "cpu"))
+RESTING = pairs((1, 2), (0, 1, 2, 3), SETTINGS, REST, allowed=sharded_at_3_only)
+
+
 @pytest.mark.world_size(1, 2)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_training_is_the_same_to_the_bit(stage: int, tmp_path: Path) -> None:
-    for accumulation, clip, precision in [(1, 0.5, "fp32"), (2, 0.0, "bf16"), (2, 0.5, "fp16")]:
-        case = here(stage, accumulation=accumulation, clip=clip, extra=LOW[precision])
-        expected = trained(case)
-        pairs = [("cpu", "none"), ("nvme", "none")]
-        if stage == 3:
-            pairs = [("none", "cpu"), ("cpu", "cpu"), ("nvme", "nvme"), ("nvme", "cpu")]
-        if stage == 3 and case.world == 1:  # gathered by block, which it would not be otherwise: other buckets
-            one = trained(offloaded(case, tmp_path, optim="none", param="nvme"))
-            assert_close(one, expected, precision)
-            expected = one
-        for optim, param in pairs:
+def test_training_is_the_same_to_the_bit(world_size: int, tmp_path: Path) -> None:
+    for stage, (accumulation, clip, precision), (optim, param) in beginning(world_size, RESTING):
+        with noted(stage, precision, optim, param):
+            case = here(stage, accumulation=accumulation, clip=clip, extra=LOW[precision])
+            expected = trained(case)
+            if stage == 3 and case.world == 1:  # gathered by block, which it would not be otherwise: other buckets
+                one = trained(offloaded(case, tmp_path, optim="none", param="nvme"))
+                assert_close(one, expected, precision)
+                expected = one
             assert_same(trained(offloaded(case, tmp_path, optim=optim, param=param)), expected)
     assert not list(tmp_path.iterdir())
 
