@@ -41,9 +41,8 @@ def save_shard_of_rank(root: Path, tag: str, shards: Sequence[Shard], axis: Axis
     save(root, tag, shards=[shards[axis.rank]], facts={}, state={}, rng={}, axis=axis)
 
 
-@pytest.mark.parametrize(
-    ("scenario", "number"), [("new tag", errno.ENOSPC), ("same tag", errno.EIO), ("new tag", errno.EACCES)]
-)
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EACCES], ids=errno.errorcode.get)
+@pytest.mark.parametrize("scenario", ["new tag", "same tag"])
 def test_refused_at_any_call_every_rank_gets_an_error_and_nothing_is_lost(
     tmp_path: Path, scenario: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
