@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import select
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from benchmarks.contenders import environment
+from sheer.cli.demo.launch import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 240.0
@@ -44,7 +44,7 @@ class Ring:
 
     def __init__(self, name: str, *, ranks: int) -> None:
         self.name = name
-        port = _free_port()
+        port = free_port()
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the processes
         self._ranks = [_Rank(name, environment(name, rank=r, ranks=ranks, port=port), self._log) for r in range(ranks)]
 
@@ -136,9 +136,3 @@ class _Rank:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]

@@ -14,6 +14,7 @@ from sheer.cli.demo import examples, folder
 from sheer.cli.demo.finish import smooth
 from sheer.cli.demo.folder import HEADER, Curve, Folder, Point, prepare, read_curve
 from sheer.cli.demo.knobs import Knobs, default_processes
+from sheer.cli.demo.launch import free_port
 from sheer.cli.demo.link import LONGEST_TEXT, Listener, Reporter
 from sheer.errors import UsageError
 
@@ -219,3 +220,9 @@ def test_the_example_model_is_a_causal_language_model() -> None:
     assert len(written) == 22
     with pytest.raises(ValueError, match="not a multiple"):
         gpt.GPT(gpt.GPTConfig(width=10, heads=3))
+
+
+def test_a_free_port_is_none_that_the_system_gives_others():
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    end = int(given.read_text().split()[0]) if given.exists() else 32768
+    assert all(0 < free_port() < end for _ in range(20))

@@ -16,6 +16,7 @@ from torch import nn
 
 import sheer
 import sheer.testing
+from sheer.cli.demo.launch import free_port
 from sheer.comm import axis
 from sheer.errors import CommError, SheerError, UsageError
 from tests.engine.models import Block, batches, odd
@@ -176,7 +177,7 @@ def dying_peer(rank: int, port: int, stage: int, when: str, result: Any) -> None
     ("stage", "when"), [(0, "backward"), (1, "step"), (2, "backward"), (3, "forward"), (3, "backward")]
 )
 def test_the_death_of_a_rank_is_an_error_on_the_others(stage: int, when: str) -> None:
-    port = fresh.free_port()
+    port = free_port()
     results = [fresh.context().Queue() for _ in range(2)]
     peers = [fresh.started(dying_peer, rank, port, stage, when, results[rank]) for rank in range(2)]
     try:
@@ -206,7 +207,7 @@ def engines_in_a_row(rank: int, port: int, result: Any) -> None:
 
 
 def test_engines_may_follow_one_another_and_an_older_one_goes_on() -> None:
-    port, result = fresh.free_port(), fresh.context().Queue()
+    port, result = free_port(), fresh.context().Queue()
     peers = [fresh.started(engines_in_a_row, rank, port, result) for rank in range(2)]
     try:
         assert [result.get(timeout=120) for _ in peers] == [1, 1]

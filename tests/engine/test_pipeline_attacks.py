@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from torch.nn import functional as F
 import sheer
 import sheer.testing
 from sheer import LayerSpec
+from sheer.cli.demo.launch import free_port
 from sheer.errors import DataError, UsageError
 from tests.engine.models import batches
 from tests.engine.oracle import Case
@@ -261,9 +261,3 @@ def test_a_rank_that_dies_in_a_step_is_named_by_all(tmp_path) -> None:
         assert "an earlier step has lost a rank" in text
     assert "(with rank 2) did not complete" in told[1]
     assert "noticed first by rank 1" in told[0]
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import socket
 from collections.abc import Callable
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
@@ -46,10 +45,3 @@ def result_of(target: Callable[..., Any], *args: Any) -> tuple[int, Any]:
 
 def _tell(link: Any, target: Callable[..., Any], args: tuple[Any, ...]) -> None:
     link.send(target(*args))
-
-
-def free_port() -> int:
-    """A port that nobody listens to."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-    return port

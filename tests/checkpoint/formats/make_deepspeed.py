@@ -10,13 +10,14 @@ when it is imported: it only ever is in the processes that are started here.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+from sheer.cli.demo.launch import free_port
 
 GOLDEN = Path(__file__).parent / "golden"
 STEPS, MORE = 3, 3
@@ -293,25 +296,32 @@ def load(folder: Path) -> None:
 
 def _start(root: Path, kinds: list[str], *, world: int) -> None:
     """Run `_rank_main` on `world` processes."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     common = {"WORLD_SIZE": world, "LOCAL_SIZE": 64, "DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1"}
-    common |= {"MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.checkpoint.formats.make_deepspeed", "--rank", str(root), *kinds],
-            env={**os.environ, **{k: str(v) for k, v in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()}},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    said = [process.communicate(timeout=300)[0] for process in ranks]
-    failed = [f"rank {i} of {kinds}:\n{said[i][-4000:]}" for i, process in enumerate(ranks) if process.returncode]
-    if failed:
-        raise RuntimeError("\n".join(failed))
+    common |= {"MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1}
+    with contextlib.ExitStack() as stack:
+        said = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(world)]
+        ranks = []
+        for rank in range(world):
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.checkpoint.formats.make_deepspeed", "--rank", str(root), *kinds],
+                env={**os.environ, **{k: str(v) for k, v in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()}},
+                stdout=said[rank],
+                stderr=subprocess.STDOUT,
+            )
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            ranks.append(process)
+        deadline = time.monotonic() + 300
+        # Until all have ended well, or one has not: the others would wait for it.
+        while not all(codes := [process.poll() == 0 for process in ranks]):
+            if any(process.returncode for process in ranks) or time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        if not all(codes):
+            for file in said:
+                file.seek(0)
+            told = [f"rank {i} of {kinds}: {ranks[i].returncode}\n{file.read()[-4000:]}" for i, file in enumerate(said)]
+            raise RuntimeError("\n".join(told))
 
 
 def _make_golden(kinds: list[str]) -> None:

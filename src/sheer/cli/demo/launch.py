@@ -7,6 +7,7 @@ process group; or the launcher dies and the worker's standard input with it (`li
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -159,11 +161,14 @@ def environment(*, rank: int, count: int, port: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port nobody listens on, of those that the system gives nobody who asks for any: so it stays free."""
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    end = int(given.read_text().split()[0]) if given.exists() else 32768
+    for port in random.SystemRandom().sample(range(min(10000, end // 2), end), 50):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no TCP port is free on 127.0.0.1; 50 were tried")
 
 
 def describe(code: int) -> str:
