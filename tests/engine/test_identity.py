@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import itertools
 import pickle
+import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -34,13 +37,15 @@ class Heard(NamedTuple):
     name: str
 
 
-def listen(module: nn.Module, heard: list[Heard]) -> None:
-    """Every hook that a user can put on a module and on a parameter."""
+def listen(module: nn.Module, heard: list[Heard], *, at: Callable[[str], bool] = lambda _: True) -> None:
+    """Every hook that a user can put on a module, for those whose name `at` takes, and on a parameter."""
 
     def told(kind: str, name: str) -> Callable[..., None]:
         return lambda *_: heard.append(Heard(kind, name))
 
     for name, child in module.named_modules():
+        if not at(name):
+            continue
         child.register_forward_pre_hook(told("forward pre", name))
         child.register_forward_hook(told("forward", name))
         if not isinstance(child, (Odd, nn.Embedding)):  # their inputs are no floating point tensors
@@ -115,18 +120,46 @@ def test_the_module_stays_what_it_is(way: str, precision: str) -> None:
             stays_what_it_is(stage, PRECISIONS[precision], accumulation, WAYS[way], when)
 
 
+TARGETS = {"auto": r"|blocks\.\d", "module": "", "named": r"|blocks\.\d|frozen"}
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("way", TARGETS)
+def test_with_hooks_on_what_is_compiled_only_it_is_compiled_and_stays_what_it_is(way: str) -> None:
+    """The product above puts hooks inside of what is compiled too, so that most of it must run as it is written."""
+    for stage, precision in itertools.product((0, 1, 2, 3), ("fp32", "bf16")):
+        with noted(stage, precision):
+            at = functools.partial(re.fullmatch, TARGETS[way])
+            graphs = stays_what_it_is(stage, PRECISIONS[precision], 2, WAYS[way], "before", at=at, order=by_graph)
+            assert graphs > 0
+
+
+def by_graph(heard: list[Heard]) -> tuple[list[Heard], Counter[Heard]]:
+    """Hooks of modules in their order. Those of parameters, without: torch gives all gradients of a graph at once."""
+    of_parameters = ("gradient", "accumulated")
+    return [one for one in heard if one.kind not in of_parameters], Counter(h for h in heard if h.kind in of_parameters)
+
+
 def stays_what_it_is(
-    stage: int, precision: dict[str, Any], accumulation: int, compiled: dict[str, Any], when: str
-) -> None:
+    stage: int,
+    precision: dict[str, Any],
+    accumulation: int,
+    compiled: dict[str, Any],
+    when: str,
+    *,
+    at: Callable[[str], Any] = lambda _: True,
+    order: Callable[[list[Heard]], object] = list,
+) -> int:
+    """The number of graphs that were made."""
     model, reference = (seeded(blocks=2) for _ in range(2))
     heard, expected = [], []
     if when == "before":
-        listen(model, heard)
+        listen(model, heard, at=at)
     before = face(model)
     engine = sheer.initialize(model=model, config=config(stage, accumulation, precision, compiled))[0]
     if when == "after":
-        listen(model, heard)
-    listen(reference, expected)
+        listen(model, heard, at=at)
+    listen(reference, expected, at=at)
     case = Case(stage=stage, world=2, rank=sheer.testing.rank(), accumulation=accumulation)
     for batch in batches(2, size=case.global_batch):
         for ranks in case.micro_batches(batch):
@@ -135,9 +168,10 @@ def stays_what_it_is(
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision is AUTOCAST):
                 loss = reference(ranks[case.rank])
             loss.backward()
-    assert heard == expected
+    assert order(heard) == order(expected)
     assert engine.module is model
     assert face(model) == before
+    graphs = engine.compile_report.graphs
     engine.destroy()
     assert face(model) == before
     assert not any(SLOT in vars(child) for child in model.modules())
@@ -146,6 +180,7 @@ def stays_what_it_is(
     for module in (model, reference):
         module(batch[:2]).backward()
     assert heard == expected
+    return graphs
 
 
 @pytest.mark.world_size(2)
