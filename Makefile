@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 # CUDA; for the much smaller one: make demo TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
 TORCH  ?= torch==2.13.0
 # Test files are spread over this many processes, each with warm ranks of its own.
-SPREAD ?= --numprocesses auto --maxprocesses 4 --dist loadfile
+SPREAD ?= --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 STAMP  := $(VENV)/.sheer-setup
 PEERS  := $(VENV)/.sheer-bench
 
