@@ -40,7 +40,10 @@ class Guard(NamedTuple):
 
 
 _SIZES = "One more graph, for all sizes, is normal and the last. Where it goes on: pad to few sizes, or set"
-_ONES = "One more graph is normal. Drop or pad batches of one to be rid of it."
+_ONES = (
+    "The size of `{0}` at dimension {1} is now 1 (or 0), which torch always compiles on its own",
+    "One more graph is normal. Drop or pad batches of one to be rid of it.",
+)
 _NO_CACHE = "Set use_cache=False in the model's config (or in the call) for training; generate() may turn it on again."
 
 # Tried in this order on the condition: a pattern, its sentence ({0}, {1}... are the pattern's groups), the mend.
@@ -52,21 +55,13 @@ _KNOWN: Sequence[tuple[str, str, str]] = (
         _NO_CACHE,
     ),
     (r"\.layer_idx (?:==|!=) \d+", "Each layer reads its own number, to find its part of a key-value cache", _NO_CACHE),
-    (
-        r"tensor '(.+)' size mismatch at index (\d+)\. expected \d+, actual [01]$",
-        "The size of `{0}` at dimension {1} is now 1 (or 0), which torch always compiles on its own",
-        _ONES,
-    ),
+    (r"tensor '(.+)' size mismatch at index (\d+)\. expected \d+, actual [01]$", *_ONES),
     (
         r"tensor '(.+)' size mismatch at index (\d+)\. expected (\d+), actual (\d+)",
         "The size of `{0}` at dimension {1} was {2} and is now {3}",
         f'{_SIZES} "kwargs": {{"dynamic": true}}.',
     ),
-    (
-        r"\b2 <= (.+?)\.size\(\)\[(\d+)\]",
-        "The size of `{0}` at dimension {1} is now 1 (or 0), which torch always compiles on its own",
-        _ONES,
-    ),
+    (r"\b2 <= (.+?)\.size\(\)\[(\d+)\]", *_ONES),
     (
         r"^(.+?)\.size\(\)\[(\d+)\] == (.+?)\.size\(\)\[(\d+)\]$",
         "The sizes of `{0}` at dimension {1} and of `{2}` at dimension {3} were equal when it was compiled, which torch"
