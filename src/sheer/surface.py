@@ -40,7 +40,6 @@ _INSTEAD = {
     "_zero3_consolidated_16bit_state_dict": _WEIGHTS,
     "collect_python_gc": "call gc.collect()",
     "get_batch_info": "engine.train_batch_size(), train_micro_batch_size_per_gpu() and gradient_accumulation_steps()",
-    "set_lr": 'write engine.optimizer.param_groups[i]["lr"]',
 }
 
 
