@@ -79,13 +79,13 @@ def next_batch(batches: Iterator[Any], *, done: int, of: int) -> Any:
 
 def note_dtypes(error: RuntimeError, inputs: Any, *, config: Config) -> None:
     """Add to an error about dtypes which inputs have not that of the parameters, which the engine cast."""
-    cast = torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
-    if cast is None or "dtype" not in str(error):
+    section = config.low_precision
+    if section is None or "dtype" not in str(error):
         return
+    cast = "torch.bfloat16" if section == "bf16" else "torch.float16"
     leaves = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point())
-    other = sorted({str(leaf.dtype) for leaf in leaves} - {str(cast)})
+    other = sorted({str(leaf.dtype) for leaf in leaves} - {cast})
     if other:
-        section = "bf16" if config.bf16.enabled else "fp16"
         error.add_note(
             f"sheer: {section} casts the parameters to {cast}; inputs come as they are, here with {', '.join(other)}. "
             'Cast them, or use "torch_autocast" instead, which leaves parameters alone.'

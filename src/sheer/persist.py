@@ -202,7 +202,7 @@ def _facts(parts: SavedParts, forms: Mapping[str, str]) -> dict[str, Any]:
             "stage": config.zero_optimization.stage,
             "world": parts.plan.runtime.mesh.world.size,
             "pipeline_stages": parts.plan.runtime.mesh.stages,
-            "precision": "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else "as given",
+            "precision": config.low_precision or "as given",
             "compiled": config.compile.enabled,
             "module": type(parts.module).__qualname__,
         },

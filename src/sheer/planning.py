@@ -139,11 +139,8 @@ def _spec(fqn: str, param: torch.nn.Parameter, config: Config, group_of: Mapping
 
 
 def _compute_dtype(param: torch.nn.Parameter, config: Config) -> torch.dtype:
-    if not param.is_floating_point():
-        return param.dtype
-    if config.bf16.enabled:
-        return torch.bfloat16
-    return torch.float16 if config.fp16.enabled else param.dtype
+    low = config.low_precision
+    return DTYPES[low] if low is not None and param.is_floating_point() else param.dtype
 
 
 def build(

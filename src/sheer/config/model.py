@@ -106,6 +106,11 @@ class Config(Section):
         name, content = read_source(given)
         self._build(content, name=name)
 
+    @property
+    def low_precision(self) -> Literal["bf16", "fp16"] | None:
+        """The section by which the parameters are cast to 16 bits; None where they keep their dtype."""
+        return "bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else None
+
     @classmethod
     def load(cls, source: str | os.PathLike[str] | Mapping[str, Any] | Config) -> Config:
         """The config in a JSON file, in a mapping, or (as it is) in a `Config`.
