@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import sheer
+from benchmarks.leftovers import sweep
 from benchmarks.report import Result
 from sheer.checkpoint import Shard, open_checkpoint
 from sheer.checkpoint import load as load_shards
@@ -413,6 +414,7 @@ def elsewhere(what: str, args: argparse.Namespace, *, ranks: int) -> Any:
             for rank in range(ranks)
         ]
         errors = [process.communicate()[1] for process in children]
+        sweep(port)
         if any(process.returncode for process in children):
             raise SystemExit("\n".join([*errors, f"exit codes {[process.returncode for process in children]}"]))
         return json.loads(result.read_text())

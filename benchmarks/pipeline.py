@@ -27,6 +27,7 @@ from examples.gpt import Block, GPTConfig
 from torch import Tensor, nn
 
 import sheer
+from benchmarks.leftovers import sweep
 from benchmarks.report import Bar, Result, Spread, table
 from sheer import comm
 from sheer.pipeline import Runner, routes
@@ -283,6 +284,7 @@ class Pair:
     """The two processes of one contender."""
 
     def __init__(self, name: str, work: Work, port: int) -> None:
+        self.port = port
         context = mp.get_context("spawn")
         pipes = [context.Pipe() for _ in range(STAGES)]
         self.pipes = [mine for mine, _ in pipes]
@@ -309,6 +311,7 @@ class Pair:
                 pipe.send(None)
         for process in self.processes:
             process.join(timeout=30)
+        sweep(self.port)
 
 
 def ideal(costs: Sequence[Costs]) -> float:

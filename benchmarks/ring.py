@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from benchmarks.contenders import environment
+from benchmarks.leftovers import sweep
 from sheer.cli.demo.launch import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,7 +45,7 @@ class Ring:
 
     def __init__(self, name: str, *, ranks: int) -> None:
         self.name = name
-        port = free_port()
+        self._port = port = free_port()
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the processes
         self._ranks = [_Rank(name, environment(name, rank=r, ranks=ranks, port=port), self._log) for r in range(ranks)]
 
@@ -102,9 +103,10 @@ class Ring:
         return self._log.read()
 
     def stop(self) -> None:
-        """End the processes."""
+        """End the processes, with all that they leave."""
         for rank in self._ranks:
             rank.stop()
+        sweep(self._port)
 
 
 class _Rank:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 
 from benchmarks.contenders import environment
+from benchmarks.leftovers import sweep
 from benchmarks.report import Result, Spread, table
 from benchmarks.ring import ROOT
 
@@ -88,6 +89,7 @@ def run(*, rounds: int) -> Result:
     for _ in range(rounds):
         for name, (code, contender) in variants.items():
             samples[name].append(_seconds(code, environment(contender, rank=0, ranks=1, port=0)))
+            sweep(0)
     rows = []
     for name, seconds in samples.items():
         spread = Spread.of(seconds)

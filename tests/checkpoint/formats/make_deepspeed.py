@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from benchmarks.leftovers import sweep
 from torch import nn
 
 from sheer.cli.demo.launch import free_port
@@ -297,8 +298,10 @@ def load(folder: Path) -> None:
 def _start(root: Path, kinds: list[str], *, world: int) -> None:
     """Run `_rank_main` on `world` processes."""
     common = {"WORLD_SIZE": world, "LOCAL_SIZE": 64, "DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1"}
-    common |= {"MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1}
+    port = free_port()
+    common |= {"MASTER_PORT": port, "OMP_NUM_THREADS": 1}
     with contextlib.ExitStack() as stack:
+        stack.callback(sweep, port)
         said = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(world)]
         ranks = []
         for rank in range(world):
