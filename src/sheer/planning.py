@@ -26,7 +26,7 @@ from sheer.optim.flat import (
 from sheer.optim.forms import StateForm, as_tensor, form_of
 from sheer.optim.pieces import Master, SavedState, StatePiece
 from sheer.statistics import Census, take
-from sheer.zero import NO_UNITS, ROOT, Source, Units, Wiring, ZeroRuntime, find_units
+from sheer.zero import NO_UNITS, ROOT, Source, Units, Wiring, ZeroRuntime, find_units, large_layers
 
 WHOLE = Split()
 PLACES = {"none": Place.DEVICE, "cpu": Place.HOST, "nvme": Place.FILES}
@@ -91,9 +91,9 @@ def _chunk(fqn: str, split: Split) -> int | None:
 def make_units(
     module: torch.nn.Module, *, config: Config, targets: Sequence[str], split: Split, data_ranks: int
 ) -> Units:
-    """What is gathered together, at stage 3 on several ranks: the model's repeated blocks, a pipeline's layers, or
-    what the config names. Nothing can be done inside a call that is compiled, so what lies inside one of `targets` is
-    gathered with it.
+    """What is gathered together, at stage 3 on several ranks: repeated blocks and large layers, a pipeline's
+    layers, or what the config names. Nothing can be done inside a call that is compiled, so what lies inside one of
+    `targets` is gathered with it.
 
     Raises:
         ConfigError: a name that matches nothing, or a block named inside a compiled module.
@@ -105,8 +105,11 @@ def make_units(
     named = section.blocks
     if named is not None:
         blocks = pick(module, named, key="zero_optimization.blocks")
+    elif split.calls is not None:
+        blocks = split.calls
     else:
-        blocks = find_blocks(module) if split.calls is None else split.calls
+        blocks = find_blocks(module)
+        blocks += large_layers(module, beside=blocks)
     blocks = tuple(block for block in blocks if block)
     inside = [(block, target) for block in blocks for target in targets if block != target and _within(block, target)]
     if inside and named is not None:

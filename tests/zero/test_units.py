@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from sheer.zero import find_units
+from sheer.zero import find_units, large_layers
 
 
 class Net(nn.Module):
@@ -61,3 +61,16 @@ def test_no_blocks_is_one_unit_with_a_gate_at_every_owner() -> None:
     units = find_units(Net(), [])
     assert units.order == ("",)
     assert set(units.gates) == {"", "embed", "blocks.0.0", "blocks.0.1", "blocks.1.0", "blocks.1.1", "head"}
+
+
+def test_large_layers_are_those_of_no_block_without_children() -> None:
+    net = nn.Module()
+    net.embed = nn.Embedding(1000, 100)
+    net.blocks = nn.ModuleList([nn.Sequential(nn.Linear(400, 400)) for _ in range(2)])
+    net.blocks2 = nn.Linear(316, 316, bias=False)
+    net.more = nn.Sequential(nn.Linear(400, 400), nn.LayerNorm(400))
+    net.more.scale = nn.Parameter(torch.ones(200_000))
+    net.again = net.embed
+    assert large_layers(net, beside=["blocks.0", "blocks.1"]) == ("embed", "more.0")
+    assert large_layers(net, beside=[""]) == ("embed", "blocks.0.0", "blocks.1.0", "more.0")
+    assert large_layers(nn.Linear(400, 400), beside=[""]) == ()

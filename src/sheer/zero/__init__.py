@@ -12,7 +12,7 @@ from sheer.zero.marks import built_place_of
 from sheer.zero.materialize import materialize
 from sheer.zero.runtime import Wiring, ZeroRuntime, placed_of, runtime_of
 from sheer.zero.saving import runs_twice
-from sheer.zero.units import NO_UNITS, ROOT, Units, find_units
+from sheer.zero.units import NO_UNITS, ROOT, Units, find_units, large_layers
 
 __all__ = [
     "NO_UNITS",
@@ -31,6 +31,7 @@ __all__ = [
     "built_place_of",
     "find_units",
     "inside_backward",
+    "large_layers",
     "materialize",
     "placed_of",
     "register_external_parameter",

@@ -15,6 +15,9 @@ from sheer.layout import Split
 
 ROOT = ""
 WHOLE = Split()
+LARGE = 100_000
+"""Elements of a layer in no block that is worth a gather of its own; the default of DeepSpeed's
+`stage3_param_persistence_threshold`."""
 
 
 class Units(NamedTuple):
@@ -35,6 +38,20 @@ class Units(NamedTuple):
 
 
 NO_UNITS = Units({}, (), {})
+
+
+def large_layers(module: nn.Module, *, beside: Sequence[str]) -> tuple[str, ...]:
+    """The modules without children, in none of the blocks `beside`, that have at least `LARGE` elements: embeddings,
+    heads, the layers of a plain `Sequential`. Gathered with what is in no block they would stay for the whole step."""
+    around = tuple(f"{block}." for block in beside if block)
+    return tuple(
+        fqn
+        for fqn, layer in module.named_modules()
+        if fqn
+        and not f"{fqn}.".startswith(around)
+        and next(layer.children(), None) is None
+        and sum(param.numel() for param in layer.parameters()) >= LARGE
+    )
 
 
 def find_units(
