@@ -342,16 +342,28 @@ def reshard(root: Path, megabytes: int, rounds: int) -> dict[str, list[float]]:
 
 
 def stall(root: Path, megabytes: int, rounds: int) -> dict[str, list[float]]:
-    """How long a save keeps training from going on: a blocking one, and one beside training, whose end is not counted.
-    The first save beside training makes the memory of its copy, and is apart."""
+    """How long a save keeps training from going on: a blocking one; the call of one beside training; and that call with
+    the next step, whose update waits for the copy of the optimizer's state, beyond a step with no save. The first save
+    beside training makes the memory of its copy, and is apart."""
     engine = Sheer(megabytes).engine
-    found: dict[str, list[float]] = {"blocking": [], "beside": []}
+    rows = torch.randn(128, WIDTH)
+
+    def step() -> None:
+        engine.backward(engine(rows).square().mean())
+        engine.step()
+
+    found: dict[str, list[float]] = {"step": [], "blocking": [], "call": [], "with step": []}
     for _ in range(rounds + 1):
-        for name, times in found.items():
-            times.append(timed(lambda: engine.save_checkpoint(root, "t", blocking=name == "blocking")))  # noqa: B023
-            engine.wait_for_checkpoint()
-    first = [found["beside"][0]]
-    return {"blocking": found["blocking"][1:], "beside": found["beside"][1:], "first": first}
+        found["step"].append(timed(step))
+        found["blocking"].append(timed(lambda: engine.save_checkpoint(root, "t")))
+        begin = time.perf_counter()
+        found["call"].append(timed(lambda: engine.save_checkpoint(root, "t", blocking=False)))
+        step()
+        dist.barrier()
+        found["with step"].append(time.perf_counter() - begin)
+        engine.wait_for_checkpoint()
+    first = [found["call"][0]]
+    return {**{name: times[1:] for name, times in found.items()}, "first": first}
 
 
 def peak(root: Path, megabytes: int) -> dict[str, int]:
@@ -461,15 +473,16 @@ def rows(args: argparse.Namespace) -> list[str]:
     ratios = [four / two for two, four in zip(again["by2"], again["by4"], strict=True)]
     memory = elsewhere("peak", args, ranks=1)
     held = elsewhere("stall", args, ranks=args.ranks[-1])
-    stalls = [beside / blocking for blocking, beside in zip(held["blocking"], held["beside"], strict=True)]
-    first = held["first"][0] / statistics.median(held["blocking"])
+    blocking, step = (statistics.median(held[name]) for name in ("blocking", "step"))
+    calls, both = [t / blocking for t in held["call"]], [(t - step) / blocking for t in held["with step"]]
     return [
         *lines,
         "",
         f"Two ranks load what four saved / what two saved, time, spread: {spread(ratios)}",
         f"A load of {memory['shard'] / 1e6:.0f} MB into memory in use added at most {memory['added'] / 1e6:.1f} MB",
-        f"A save beside training ({args.ranks[-1]} ranks) holds it up for this share of a blocking one, spread: "
-        f"{spread(stalls)}; the first one {first:.2f}",
+        f"A save beside training ({args.ranks[-1]} ranks), as a share of a blocking one ({blocking:.2f} s), spread: the "
+        f"call {spread(calls)}, the first one {held['first'][0] / blocking:.2f}; the call and the step after it, beyond "
+        f"a step with no save ({step:.2f} s), {spread(both)}",
     ]
 
 

@@ -57,10 +57,12 @@ class CheckpointVerbs(ABC):
 
         `client_state` must be JSON. Refused in the middle of a step. On an error nothing that was there is lost.
 
-        With `blocking=False` (None asks the config, `checkpoint.async_save`) it returns once all is checked and copied
-        to host memory, which is kept for the next time; a thread writes and commits beside training. What goes wrong
-        there raises CheckpointError at the end of a later step, the same on every rank, or at `wait_for_checkpoint`.
-        One save at a time: the next one waits for it, as do a load, `destroy` and the end of the interpreter.
+        With `blocking=False` (None asks the config, `checkpoint.async_save`) it returns once all is checked, and
+        parameters and buffers are copied to host memory, which is kept for the next time. A thread copies the
+        optimizer's state, for which the next update waits, then writes and commits beside training. What goes wrong
+        there (or where that state is written to by hand meanwhile) raises CheckpointError at the end of a later step,
+        the same on every rank, or at `wait_for_checkpoint`. One save at a time: the next one waits for it, as do a
+        load, `destroy` and the end of the interpreter.
         """
         self._check_alive()
         self._require_between_steps("save_checkpoint")

@@ -144,6 +144,7 @@ class Engine(OffloadVerbs, BatchVerbs, CheckpointVerbs, CompileVerbs, DeepSpeedN
     def _replan(self) -> None:
         """Parameters were frozen or unfrozen, or go into other units: new buckets, every state kept under its
         parameter's name."""
+        self._background.settle()
         self._runtime.heed_user()
         moved = self._runtime.gathering.read_outside
         if moved:
@@ -453,6 +454,7 @@ class Engine(OffloadVerbs, BatchVerbs, CheckpointVerbs, CompileVerbs, DeepSpeedN
 
     def _apply(self, optimizer: FlatOptimizer, norm: torch.Tensor, scale: float, unused: frozenset[str]) -> None:
         runtime = self._runtime
+        self._background.settle()
         optimizer.update(
             [grad.owned() for grad in runtime.grads],
             factor=self._gradient_factor(norm, scale),
@@ -569,6 +571,7 @@ class Engine(OffloadVerbs, BatchVerbs, CheckpointVerbs, CompileVerbs, DeepSpeedN
         self._check_alive()
         if self._plan.optimizer is None:
             raise UsageError("this engine has no optimizer")
+        self._background.settle()
         return self._plan.optimizer
 
     def reduce_now(self, *, to_write: bool = False) -> bool:
@@ -593,6 +596,7 @@ class Engine(OffloadVerbs, BatchVerbs, CheckpointVerbs, CompileVerbs, DeepSpeedN
         if not self._alive:
             return
         self.reload_states()
+        self._background.settle()
         self._alive = False
         self._compiler.disable()
         for fqn in self._runtime.gates:

@@ -13,6 +13,7 @@ from sheer import device as devices
 from sheer.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
+    from sheer.checkpoint import Background
     from sheer.planning import Plan
     from sheer.zero import ZeroRuntime
 
@@ -36,6 +37,7 @@ class OffloadVerbs(ABC):
     """Moves state between device and host. A base of `Engine` only."""
 
     device: torch.device
+    _background: Background
     _away: frozenset[OffloadStateTypeEnum]
     _plan: Plan
     _runtime: ZeroRuntime
@@ -71,6 +73,7 @@ class OffloadVerbs(ABC):
     def _move(self, states: frozenset[OffloadStateTypeEnum], *, to_host: bool, pinned: bool) -> None:
         if not states:
             return
+        self._background.settle()
         kinds = OffloadStateTypeEnum
 
         def carry(tensor: torch.Tensor, home: torch.device) -> torch.Tensor:

@@ -138,11 +138,18 @@ def save(
         beside = axis.beside()
         depot = parts.plan.runtime.depots.optim
         room = depot if depot.paged else None
-        copies = checkpoint.together(axis, begun.doing, lambda: background.snapshot(prepared.shards, depot=room))
+        checkpoint.together(
+            axis, begun.doing, lambda: background.snapshot(prepared.shards, later=_only_a_step_changes, depot=room)
+        )
     except BaseException:
         begun.close()
         raise
-    background.start(begun, copies, axis=beside)
+    background.start(begun, axis=beside)
+
+
+def _only_a_step_changes(shard: Shard) -> bool:
+    """The optimizer's state; parameters and buffers are the user's too."""
+    return shard.kind.startswith(OPTIM)
 
 
 class _Names(NamedTuple):

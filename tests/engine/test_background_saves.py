@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist  # noqa: TID251  # a store for threads that stand for ranks
 
+import sheer
 import sheer.testing
 from sheer import checkpoint, comm
 from sheer.checkpoint import background, saving
@@ -88,21 +89,100 @@ def test_training_does_not_notice_and_the_moment_is_kept(stage: int, tmp_path: P
     engine.destroy()
 
 
+@contextmanager
+def held_copy(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """The optimizer's state is not copied before the event is set."""
+    go = threading.Event()
+    copy = background.Background._copy_later
+
+    def wait(self: background.Background) -> None:
+        assert go.wait(30)
+        copy(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(background.Background, "_copy_later", wait)
+        yield go
+        go.set()
+
+
+def set_state(engine: Any) -> None:
+    for param in engine.module.parameters():
+        if sheer.utils.safe_get_full_optimizer_state(param, "exp_avg") is not None:
+            sheer.utils.safe_set_full_optimizer_state(param, torch.full_like(param, 7.0), "exp_avg")
+
+
+@everywhere
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("changing", ["step", "set", "freeze", "offload", "load", "destroy"])
+def test_who_changes_the_optimizer_waits_until_it_is_copied(
+    stage: int, changing: str, tmp_path: Path, monkeypatch
+) -> None:
+    case = case_of(stage)
+    engine = start(odd(), case)
+    train(engine, case, range(2))
+    engine.save_checkpoint(tmp_path, "plain")
+    with held_copy(monkeypatch) as go:
+        engine.save_checkpoint(tmp_path, "beside", blocking=False)
+        assert engine._background._later
+        threading.Timer(0.2, go.set).start()
+        match changing:
+            case "step":
+                train(engine, case, range(2, 3))
+            case "set":
+                set_state(engine)
+            case "freeze":
+                next(engine.module.parameters()).requires_grad_(False)
+                train(engine, case, range(2, 3))
+            case "offload":
+                engine.offload_states()
+                engine.reload_states()
+            case "load":
+                engine.load_checkpoint(tmp_path, "plain")
+            case "destroy":
+                engine.destroy()
+        assert go.is_set()
+        assert not engine._background._later
+        if changing != "destroy":
+            engine.wait_for_checkpoint()
+    assert_same(contents(tmp_path / "beside"), contents(tmp_path / "plain"))
+    engine.destroy()
+
+
+@everywhere
+def test_state_that_is_written_to_by_hand_while_it_is_copied_is_not_saved(tmp_path: Path, monkeypatch) -> None:
+    case = case_of(1)
+    engine = start(odd(), case)
+    train(engine, case, range(1))
+    engine.save_checkpoint(tmp_path, "good")
+    with held_copy(monkeypatch) as go:
+        engine.save_checkpoint(tmp_path, "torn", blocking=False)
+        for state in engine.optimizer.state.values():
+            state["exp_avg"].mul_(2)
+        go.set()
+        with pytest.raises(CheckpointError, match=r"optim.exp_avg '.*' was written to while it was being copied"):
+            engine.wait_for_checkpoint()
+    assert checkpoint.list_tags(tmp_path) == ["good"]
+    assert (tmp_path / "latest").read_text().strip() == "good"
+    engine.save_checkpoint(tmp_path, "next", blocking=False)
+    engine.wait_for_checkpoint()
+    engine.destroy()
+
+
 @everywhere
 def test_the_next_save_and_a_load_wait_and_the_copy_is_reused(tmp_path: Path, monkeypatch, caplog) -> None:
     case = case_of(1, checkpoint={"async_save": True})
     engine = start(odd(), case)
     train(engine, case, range(1))
     memory = []
-    with caplog.at_level("INFO", "sheer"):
+    with caplog.at_level("INFO", "sheer"), held(monkeypatch) as go:
         for number in range(3):
-            with held(monkeypatch) as go:
-                engine.save_checkpoint(tmp_path, f"{number}")
-                memory.append(engine._background._snapshot._memory.data_ptr())
-                threading.Timer(0.05, go.set).start()
-                if number == 1:
-                    assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "1")
-                    assert not engine._background.running
+            go.clear()
+            threading.Timer(0.2, go.set).start()
+            engine.save_checkpoint(tmp_path, f"{number}")
+            memory.append(engine._background._snapshot._memory.data_ptr())
+            if number == 1:
+                assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "1")
+                assert not engine._background.running
     assert len(set(memory)) == 1
     engine.save_checkpoint(tmp_path, "now", blocking=True)
     assert checkpoint.list_tags(tmp_path) == ["0", "1", "2", "now"]

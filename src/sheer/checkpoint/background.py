@@ -1,5 +1,8 @@
 """A save beside training: what is to be written is copied, and a thread writes the copy and commits it.
 
+What users may change at any time (parameters, buffers) is copied before training goes on. What only a step changes, the
+optimizer's state, which is most of it, the thread copies meanwhile; who is about to change it waits in `settle`.
+
 The thread talks to those of the other ranks through an axis of its own, never through training's. It is no daemon: an
 interpreter that ends waits for it. A process that is killed leaves what any killed save leaves.
 """
@@ -7,12 +10,13 @@ interpreter that ends waits for it. A process that is killed leaves what any kil
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from sheer import device as devices
-from sheer.checkpoint.ranks import Axis
+from sheer.checkpoint.ranks import Axis, together
 from sheer.checkpoint.saving import Begun, finish
 from sheer.checkpoint.shard import Shard, nothing
 from sheer.comm import Depot
@@ -22,15 +26,36 @@ from sheer.observe import logger
 _ALIGNMENT = 64  # bytes; no element is wider
 
 
+class _Place(NamedTuple):
+    """A shard and where its copy goes."""
+
+    shard: Shard
+    copy: Shard
+    version: int
+    """Of the shard's data when the place was made; writes raise it."""
+
+    def fill(self) -> None:
+        self.copy.data.copy_(self.shard.data.detach(), non_blocking=True)
+        self.shard.rest(self.shard.data)
+        self.copy.rest(self.copy.data)
+
+    def check(self) -> None:
+        """Raises CheckpointError where somebody has written to what was still to be copied."""
+        if self.shard.data._version != self.version:
+            raise CheckpointError(
+                f"{self.shard.key} was written to while it was being copied. Before changing the optimizer's state by "
+                "hand call engine.wait_for_checkpoint(), or use sheer.utils.safe_set_full_optimizer_state, which waits"
+            )
+
+
 class Snapshot:
     """Host memory that shards are copied to. It is kept, so that only the first copy pays for making it."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def take(self, shards: Sequence[Shard], *, depot: Depot | None) -> list[Shard]:
-        """Copies of `shards`, whole when this returns, in memory of `depot` where one is given; the ones before are
-        overwritten."""
+    def places(self, shards: Sequence[Shard], *, depot: Depot | None) -> list[_Place]:
+        """Room for copies of `shards`, in memory of `depot` where one is given; the copies before are overwritten."""
         sizes = [-(-shard.data.nbytes // _ALIGNMENT) * _ALIGNMENT for shard in shards]
         if sum(sizes) > len(self._memory):
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # let go of it first
@@ -39,16 +64,20 @@ class Snapshot:
             else:
                 self._memory = depot.empty(sum(sizes), torch.uint8)
         rest = nothing if depot is None else depot.rest
-        copies, at = [], 0
+        places, at = [], 0
         for shard, size in zip(shards, sizes, strict=True):
-            place = self._memory[at : at + shard.data.nbytes].view(shard.data.dtype)
-            place.copy_(shard.data.detach(), non_blocking=True)
-            copies.append(Shard(shard.kind, shard.name, shard.shape, shard.start, place, rest))
-            shard.rest(shard.data)
-            rest(place)
+            data = self._memory[at : at + shard.data.nbytes].view(shard.data.dtype)
+            copy = Shard(shard.kind, shard.name, shard.shape, shard.start, data, rest)
+            places.append(_Place(shard, copy, shard.data._version))
             at += size
-        devices.synchronize({shard.data.device for shard in shards})
-        return copies
+        return places
+
+
+def _fill(places: Sequence[_Place]) -> None:
+    """Whole when this returns."""
+    for place in places:
+        place.fill()
+    devices.synchronize({place.shard.data.device for place in places})
 
 
 class Background:
@@ -58,6 +87,9 @@ class Background:
         self._snapshot = Snapshot()
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
+        self._places: list[_Place] = []
+        self._later: list[_Place] = []
+        self._settled = threading.Event()
 
     @property
     def running(self) -> bool:
@@ -69,30 +101,53 @@ class Background:
         """Whether `end` would not wait."""
         return self._thread is None or not self._thread.is_alive()
 
-    def snapshot(self, shards: Sequence[Shard], *, depot: Depot | None = None) -> list[Shard]:
-        """Copies to give to `start`, in memory of `depot` where one is given."""
+    def snapshot(self, shards: Sequence[Shard], *, later: Callable[[Shard], bool], depot: Depot | None = None) -> None:
+        """Copy `shards` for `start`, into memory of `depot` where one is given; those that may be copied `later` are
+        left to the thread."""
         assert not self.running, "the thread writes from this memory"
-        return self._snapshot.take(shards, depot=depot)
+        self._places = self._snapshot.places(shards, depot=depot)
+        _fill([place for place in self._places if not later(place.shard)])
+        self._later = [place for place in self._places if later(place.shard)]
 
-    def start(self, begun: Begun, copies: Sequence[Shard], *, axis: Axis) -> None:
-        """Finish `begun` beside what goes on here. `axis` is the thread's alone."""
-
-        def work() -> None:
-            try:
-                finish(begun, copies, axis=axis)
-            except BaseException as error:  # raised where the save is ended
-                self._error = CheckpointError(f"{begun.doing} beside training failed: {error}")
-                self._error.__cause__ = error
-                logger.error("%s", self._error)
-
+    def start(self, begun: Begun, *, axis: Axis) -> None:
+        """Finish `begun` with what `snapshot` took, beside what goes on here. `axis` is the thread's alone."""
         self._error = None
-        self._thread = threading.Thread(target=work, name="sheer checkpoint", daemon=False)
+        self._settled.clear()
+        self._thread = threading.Thread(target=self._work, args=(begun, axis), name="sheer checkpoint", daemon=False)
         self._thread.start()
+
+    def _work(self, begun: Begun, axis: Axis) -> None:
+        try:
+            try:
+                together(axis, begun.doing, self._copy_later)
+            except BaseException:
+                begun.close()
+                raise
+            finish(begun, [place.copy for place in self._places], axis=axis)
+        except BaseException as error:  # raised where the save is ended
+            self._error = CheckpointError(f"{begun.doing} beside training failed: {error}")
+            self._error.__cause__ = error
+            logger.error("%s", self._error)
+
+    def _copy_later(self) -> None:
+        try:
+            _fill(self._later)
+            for place in self._later:
+                place.check()
+        finally:
+            self._later = []
+            self._settled.set()
+
+    def settle(self) -> None:
+        """Wait until all has been copied; to be called before the optimizer's state is changed."""
+        if self._thread is not None:
+            self._settled.wait()
 
     def end(self) -> CheckpointError | None:
         """Wait for the save; what went wrong, None where it is committed or there was none."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+            self._places = []
         error, self._error = self._error, None
         return error

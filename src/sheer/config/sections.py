@@ -171,8 +171,8 @@ class Checkpoint(Section):
     """The folder is each node's own (or each rank's): it gets what the ranks that see it hold. A load brings what a
     rank needs from the nodes that have it."""
     async_save: OnOff = False
-    """`save_checkpoint` returns once everything is copied to host memory, and a thread writes it beside training;
-    unless the call says otherwise by `blocking`."""
+    """`save_checkpoint` returns once what users may change is copied to host memory; a thread copies the rest before
+    the next update, and writes it all beside training; unless the call says otherwise by `blocking`."""
     timeout_seconds: Annotated[float, Real(above=0)] = 120.0
     """How long a rank waits for the others to arrive at a save or a load before it names the missing ones."""
 
