@@ -480,9 +480,9 @@ def rows(args: argparse.Namespace) -> list[str]:
         "",
         f"Two ranks load what four saved / what two saved, time, spread: {spread(ratios)}",
         f"A load of {memory['shard'] / 1e6:.0f} MB into memory in use added at most {memory['added'] / 1e6:.1f} MB",
-        f"A save beside training ({args.ranks[-1]} ranks), as a share of a blocking one ({blocking:.2f} s), spread: the "
-        f"call {spread(calls)}, the first one {held['first'][0] / blocking:.2f}; the call and the step after it, beyond "
-        f"a step with no save ({step:.2f} s), {spread(both)}",
+        f"A save beside training ({args.ranks[-1]} ranks), as a share of a blocking one ({blocking:.2f} s), spread: "
+        f"the call {spread(calls)}, the first one {held['first'][0] / blocking:.2f}; the call and the step after it, "
+        f"beyond a step with no save ({step:.2f} s), {spread(both)}",
     ]
 
 
