@@ -75,6 +75,14 @@ SUITES: dict[str, Suite] = {
         partial(_race, Race("small", ranks=1, rounds=21, steps=20), Race("small", ranks=1, rounds=9, steps=20)),
         quick=True,
     ),
+    "step-blocks": Suite(
+        "20 blocks of width 32, one rank",
+        partial(_race, Race("blocks", ranks=1, rounds=21, steps=20), Race("blocks", ranks=1, rounds=9, steps=20)),
+    ),
+    "step-blocks-two": Suite(
+        "20 blocks of width 32, two ranks",
+        partial(_race, Race("blocks", rounds=11, steps=20), Race("blocks", rounds=3, steps=20)),
+    ),
     "pipeline": Suite(
         "A pipeline of two stages",
         lambda effort: pipeline.run(pipeline.GPT, effort.rounds or (2 if effort.quick else 7)),

@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/checkpoint.py [--ranks N] [--rounds N] [--megabytes N] [--folder PATH]
 
-The state is a model and its Adam moments in fp32. Contenders take turns, A B C A B C: each saves, then each loads. All
+The state is a model and its Adam moments in fp32. Contenders take turns, A B C A B C: each saves, then loads. All
 that a save wrote is flushed to the disk within its time, by us where the contender does not. Raw: one write of 8 MiB
 after another and a flush; reads of 8 MiB into memory that is in use. The page cache is warm, which is hardest for the
 contenders: from a cold disk, everybody waits for the disk (`--cold` drops what can be dropped before every load).
@@ -294,22 +294,24 @@ def measure(root: Path, megabytes: int, rounds: int, *, cold: bool) -> dict[str,
     }
     contenders = {name: make(megabytes) for name, make in here.items()}
     times = {name: Times([], [], 0) for name in contenders}
+    sizes: dict[str, int] = {}
     for number in range(rounds + 1):
         for name, contender in contenders.items():
             if dist.get_rank() == 0:
-                shutil.rmtree(root / name, ignore_errors=True)
                 (root / name).mkdir(parents=True)
             dist.barrier()
             times[name].save.append(timed(lambda: saved(contender, root / name)))  # noqa: B023
-        for name, contender in contenders.items():
             if cold and dist.get_rank() == 0:
                 each_file(root / name, lambda fd: os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED))
             times[name].load.append(timed(lambda: contender.load(root / name)))  # noqa: B023
+            sizes[name] = sum(path.stat().st_size for path in files_in(root / name))
+            dist.barrier()
+            if dist.get_rank() == 0:  # or the page cache of all of them would fill a small machine
+                shutil.rmtree(root / name)
         if number == 0:
             for name in contenders:
                 times[name].save.clear()
                 times[name].load.clear()
-    sizes = {name: sum(path.stat().st_size for path in files_in(root / name)) for name in contenders}
     return {name: found._replace(nbytes=sizes[name]) for name, found in times.items()}
 
 

@@ -269,7 +269,7 @@ def chosen(only: Iterable[str], *, quick: bool, ranks: int) -> list[str]:
     parts = list(only)
     names = [name for name, one in CONTENDERS.items() if one.quick or not quick]
     if ranks == 1:
-        names = [name for name in names if not name.startswith(("DDP", "FSDP2", "Accelerate", "Fabric"))]
+        names = [name for name in names if not name.startswith(("DDP", "Accelerate", "Fabric"))]
     if parts:
         names = [name for name in CONTENDERS if name == RAW or any(part.lower() in name.lower() for part in parts)]
     return names

@@ -67,6 +67,37 @@ def small() -> Workload:
     return Workload(WithLoss(body), lambda g: (torch.randn(8, 32, generator=g), 3 * torch.randn(8, 32, generator=g)))
 
 
+class SmallBlock(nn.Module):
+    """A residual block of width 32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.up = nn.Linear(32, 32)
+        self.down = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class SmallBlocks(nn.Module):
+    """20 of them, and a squared error on top."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([SmallBlock() for _ in range(20)])
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.mse_loss(x, y)
+
+
+def blocks() -> Workload:
+    """20 blocks of width 32: what a block costs whoever gathers, or would gather, one by one."""
+    return Workload(SmallBlocks(), lambda g: (torch.randn(8, 32, generator=g), 3 * torch.ones(8, 32)))
+
+
 def conv() -> Workload:
     """Four convolutions with batch norm, then one layer."""
     widths = [3, 32, 64, 128, 256]
@@ -85,7 +116,14 @@ def wide() -> Workload:
     return Workload(WithLoss(body), lambda g: (torch.randn(2, 512, generator=g), torch.randn(2, 512, generator=g)))
 
 
-WORKLOADS: dict[str, Callable[[], Workload]] = {"gpt": gpt, "mlp": mlp, "small": small, "conv": conv, "wide": wide}
+WORKLOADS: dict[str, Callable[[], Workload]] = {
+    "gpt": gpt,
+    "mlp": mlp,
+    "small": small,
+    "blocks": blocks,
+    "conv": conv,
+    "wide": wide,
+}
 
 
 def make(name: str) -> Workload:

@@ -10,7 +10,7 @@ from benchmarks.contenders import CONTENDERS, RAW, Job
 from benchmarks.equal import TOLERANCE, difference, expected
 from benchmarks.workloads import data, make
 
-MODELS = pytest.mark.parametrize("workload", ["small", "mlp", "conv"])
+MODELS = pytest.mark.parametrize("workload", ["small", "blocks", "mlp", "conv"])
 
 
 @lru_cache
