@@ -87,7 +87,7 @@ class Background:
         self._snapshot = Snapshot()
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
-        self._places: list[_Place] = []
+        self._copies: list[Shard] = []
         self._later: list[_Place] = []
         self._settled = threading.Event()
 
@@ -105,9 +105,10 @@ class Background:
         """Copy `shards` for `start`, into memory of `depot` where one is given; those that may be copied `later` are
         left to the thread."""
         assert not self.running, "the thread writes from this memory"
-        self._places = self._snapshot.places(shards, depot=depot)
-        _fill([place for place in self._places if not later(place.shard)])
-        self._later = [place for place in self._places if later(place.shard)]
+        places = self._snapshot.places(shards, depot=depot)
+        _fill([place for place in places if not later(place.shard)])
+        self._later = [place for place in places if later(place.shard)]
+        self._copies = [place.copy for place in places]
 
     def start(self, begun: Begun, *, axis: Axis) -> None:
         """Finish `begun` with what `snapshot` took, beside what goes on here. `axis` is the thread's alone."""
@@ -118,13 +119,10 @@ class Background:
 
     def _work(self, begun: Begun, axis: Axis) -> None:
         try:
-            try:
-                together(axis, begun.doing, self._copy_later)
-            except BaseException:
-                begun.close()
-                raise
-            finish(begun, [place.copy for place in self._places], axis=axis)
+            together(axis, begun.doing, self._copy_later)
+            finish(begun, self._copies, axis=axis)
         except BaseException as error:  # raised where the save is ended
+            begun.close()
             self._error = CheckpointError(f"{begun.doing} beside training failed: {error}")
             self._error.__cause__ = error
             logger.error("%s", self._error)
@@ -148,6 +146,6 @@ class Background:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-            self._places = []
+            self._copies = []
         error, self._error = self._error, None
         return error
