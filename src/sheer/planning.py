@@ -11,7 +11,7 @@ import torch
 from sheer import layout as layouts
 from sheer import restate
 from sheer.comm import Axis, Depot, Depots, DeviceMemory, Files, HostMemory, Mesh
-from sheer.compiler import find_blocks, pick
+from sheer.compiler import compiled_by_user, find_blocks, pick
 from sheer.config import Config
 from sheer.config.sections import OffloadOptimizer, OffloadParam
 from sheer.errors import ConfigError, UsageError
@@ -109,7 +109,9 @@ def make_units(
         blocks = split.calls
     else:
         blocks = find_blocks(module)
-        blocks += large_layers(module, beside=blocks)
+        inlined = compiled_by_user(module)
+        layers = large_layers(module, beside=blocks)
+        blocks += tuple(fqn for fqn in layers if not any(fqn != outer and _within(fqn, outer) for outer in inlined))
     blocks = tuple(block for block in blocks if block)
     inside = [(block, target) for block in blocks for target in targets if block != target and _within(block, target)]
     if inside and named is not None:

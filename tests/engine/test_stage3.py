@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import sheer
 import sheer.testing
 from sheer.errors import ConfigError, UsageError
+from sheer.zero import units
 from tests.engine.models import Block, batches, odd
 from tests.engine.oracle import Case, adamw, assert_same_model, engine_run, plain_run, start, values
 
@@ -169,6 +171,57 @@ def test_large_layers_in_no_block_are_gathered_one_by_one(tie: bool, compiled: b
     else:
         small, shared, layer = 2_000, 350 * 320, 320 * 320 + 320
         assert max(peaks) <= 4 * (small + shared + 2 * max(layer, 0 if tie else 350 * 320))
+
+
+class ByHand(nn.Module):
+    """Large layers, called in ways that go past their gates; its parts may be called without it."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(31, 16)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.body = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+        self.way = way
+        if way == "method compiled":
+            self.body.compile(backend="eager")
+        if way == "forward compiled":
+            self.body.forward = torch.compile(self.body.forward, backend="eager")  # type: ignore[method-assign]
+        self.head = nn.Linear(16, 31)
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        x = self.body(x + self.attention(x, x, x, need_weights=False)[0])
+        if self.way != "reentrant":
+            return self.head(x)
+        read = torch.utils.checkpoint.checkpoint(lambda x: x @ self.head.weight.T, x, use_reentrant=True)
+        return read + self.head.bias
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.logits(tokens).flatten(0, 1), tokens.flatten())
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("way", ["reentrant", "method compiled", "forward compiled", "called without the model"])
+def test_large_layers_are_whole_whoever_reads_them(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units, "LARGE", 100)
+    case, model, reference = here(), ByHand(way), ByHand(way)
+    sgd = {"type": "SGD", "params": {"lr": 0.1}}  # the attention's key bias has no gradient but rounding
+    engine = start(model, case, optimizer=sgd)
+    data = batches(3, size=case.global_batch)
+
+    def call(module: Any, tokens: torch.Tensor, rank: int, number: int) -> torch.Tensor:
+        inner = module if isinstance(module, ByHand) else module.module
+        return inner.forward(tokens) if way == "called without the model" else module(tokens)
+
+    if way == "called without the model":
+        with torch.no_grad():
+            torch.testing.assert_close(model.logits(data[0]), reference.logits(data[0]))
+    ours = engine_run(engine, case, data, call=call)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    expected = plain_run(reference, case, data, optimizer=optimizer, call=call)
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(expected), **TOLERANCE)
+    assert_same_model(model, reference, **TOLERANCE)
 
 
 @pytest.mark.world_size(2)

@@ -71,6 +71,13 @@ def test_large_layers_are_those_of_no_block_without_children() -> None:
     net.more = nn.Sequential(nn.Linear(400, 400), nn.LayerNorm(400))
     net.more.scale = nn.Parameter(torch.ones(200_000))
     net.again = net.embed
-    assert large_layers(net, beside=["blocks.0", "blocks.1"]) == ("embed", "more.0")
-    assert large_layers(net, beside=[""]) == ("embed", "blocks.0.0", "blocks.1.0", "more.0")
+    net.attention = nn.MultiheadAttention(320, 2)
+    assert large_layers(net, beside=["blocks.0", "blocks.1"]) == ("embed", "more.0", "attention")
+    assert large_layers(net, beside=[""]) == (
+        "embed",
+        "blocks.0.0",
+        "blocks.1.0",
+        "more.0",
+        "attention",
+    )
     assert large_layers(nn.Linear(400, 400), beside=[""]) == ()

@@ -25,7 +25,7 @@ from sheer.compiler.page import render
 from sheer.compiler.records import Break, Fallback, Graph, Group, Place, Recompile
 from sheer.compiler.report import AUDIT_EVENT, Report
 from sheer.compiler.slot import Gate, Inputs, Slot
-from sheer.compiler.targets import Scope, choose, find_blocks, modules_by_name, pick
+from sheer.compiler.targets import Scope, choose, compiled_by_user, find_blocks, modules_by_name, pick
 from sheer.errors import ConfigError, UsageError, did_you_mean
 from sheer.observe import Teller
 
@@ -42,6 +42,7 @@ __all__ = [
     "Recompile",
     "Report",
     "check_backend",
+    "compiled_by_user",
     "find_blocks",
     "pick",
     "render",

@@ -44,6 +44,16 @@ def find_blocks(module: nn.Module) -> tuple[str, ...]:
     return tuple(found) or ("",)
 
 
+def compiled_by_user(module: nn.Module) -> tuple[str, ...]:
+    """FQNs of the modules whose call or forward the user has compiled: nothing can be done around what is inside."""
+    return tuple(
+        fqn
+        for fqn, found in module.named_modules()
+        if found.__dict__.get("_compiled_call_impl") is not None
+        or hasattr(getattr(found, "forward", None), "_torchdynamo_orig_callable")
+    )
+
+
 def choose(module: nn.Module, *, scope: Scope) -> tuple[str, ...]:
     """The FQNs that `scope` names, outermost only: what lies inside another target is compiled as a part of it.
 

@@ -73,6 +73,9 @@ class Call:
     start: int
     """When it began and ended, by the count of such moments."""
     stop: int = 0
+    began: int = 0
+    """The same by what autograd has recorded."""
+    ended: int = 0
 
 
 class Phase(Enum):
@@ -143,8 +146,10 @@ class Gathering:
         """What the first step has come to in each kind of pass; None once the plans are agreed."""
         self.turn(None)
         self._forward_end = recorded()
+        self._lone: list[Call] = []  # since then, outside a call of the whole module
         self._clock = 0
         self._depth = 0  # calls of the whole module that are running
+        self._training = False  # whether the outermost of them began where gradients are wanted
         self._open: dict[Unit, _Opening] = {}
         self._running = False  # a backward
         self._holding = False  # nothing is let go of before the update: a backward has made a graph of itself
@@ -264,6 +269,7 @@ class Gathering:
         """A call of the whole module begins."""
         self._depth += 1
         if self._depth == 1 and not inside_backward():
+            self._training = torch.is_grad_enabled()
             if self._running:
                 self.abort_backward()
             self._forward.restart()
@@ -277,6 +283,7 @@ class Gathering:
         if torch.is_grad_enabled():
             self._note(self._passes[0], self._forward)
             self._forward_end = recorded()
+            self._lone.clear()
 
     def _note(self, what: Pass, walk: Walk) -> None:
         if self._records is not None and what in self._records:
@@ -295,7 +302,8 @@ class Gathering:
         unit = self._unit_of.get(id(param))
         if unit is None or unit.name == ROOT:
             return
-        unit.kept = unit.kept or torch.is_grad_enabled()
+        # In a reentrant checkpoint there is no gradient yet, but its backward will want it.
+        unit.kept = unit.kept or self._training
         if self.learning:
             self._noticed.add(unit.name_of(param))
         self._arrive(unit)
@@ -308,9 +316,9 @@ class Gathering:
         """
         if self._holding:  # a backward with create_graph has read parameters, where they were whole, and they still are
             return
-        for param in read_since(self._forward_end, loss) if self._units else ():
+        for param, moment in read_since(self._forward_end, loss) if self._units else ():
             unit = self._unit_of.get(id(param))
-            if unit is not None and unit.name != ROOT and not unit.pins:
+            if unit is not None and unit.name != ROOT and not (unit.pins or self._was_called(unit, moment)):
                 raise UsageError(
                     f"parameter {unit.name_of(param)!r} was read after the forward, for the loss, where it is sharded "
                     "(stage 3), so only a placeholder was. Read it inside the model's forward, or inside "
@@ -318,10 +326,22 @@ class Gathering:
                     "sheer.zero.register_external_parameter(model, parameter)"
                 )
 
+    @property
+    def _is_lone(self) -> bool:
+        """Whether a call that begins or ends now is outside a call of the whole module, and may have a backward."""
+        recording = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        return recording and not self._depth and not inside_backward()
+
+    def _was_called(self, unit: Unit, moment: int) -> bool:
+        """Whether a call of `unit` was running outside a call of the whole module then."""
+        return any(call.units.count(unit) and call.began <= moment < call.ended for call in self._lone)
+
     def enter(self, units: tuple[Unit, ...]) -> Call:
         """A call that needs `units` begins."""
         self._clock += 1
         call = Call(units, self._clock)
+        if self._is_lone:
+            call.began = recorded()
         fresh = [unit for unit in units if not unit.depth]
         for unit in units:
             unit.depth += 1
@@ -373,6 +393,9 @@ class Gathering:
         self._clock += 1
         call.stop = self._clock
         inside = inside_backward()
+        if self._is_lone:
+            call.ended = recorded()
+            self._lone.append(call)
         for unit in call.units:
             unit.depth -= 1
             if not (unit.depth or inside or self._stays(unit)):
@@ -470,6 +493,7 @@ class Gathering:
     def refresh(self) -> None:
         """Shards have new values: nothing that was gathered counts any more. Collective once, after the first step."""
         self._holding = False
+        self._lone.clear()
         for unit in self._units.values():
             unit.kept = False
             self._let_go(unit)

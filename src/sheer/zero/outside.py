@@ -85,8 +85,8 @@ def recorded() -> int:
     return moment
 
 
-def read_since(moment: int, tensor: torch.Tensor) -> Iterator[torch.nn.Parameter]:
-    """Parameters that operations after `moment` read on the way to `tensor`. Looks at these operations only."""
+def read_since(moment: int, tensor: torch.Tensor) -> Iterator[tuple[torch.nn.Parameter, int]]:
+    """Parameters that operations after `moment` read on the way to `tensor`, and when. Looks at no others."""
     seen: set[Any] = {None}
     stack: list[Any] = [tensor.grad_fn]
     while stack:
@@ -97,6 +97,6 @@ def read_since(moment: int, tensor: torch.Tensor) -> Iterator[torch.nn.Parameter
         for following, _ in node.next_functions:
             param = getattr(following, "variable", None)
             if isinstance(param, torch.nn.Parameter):
-                yield param
+                yield param, node._sequence_nr()
             else:
                 stack.append(following)

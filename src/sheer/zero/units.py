@@ -41,17 +41,26 @@ NO_UNITS = Units({}, (), {})
 
 
 def large_layers(module: nn.Module, *, beside: Sequence[str]) -> tuple[str, ...]:
-    """The modules without children, in none of the blocks `beside`, that have at least `LARGE` elements: embeddings,
-    heads, the layers of a plain `Sequential`. Gathered with what is in no block they would stay for the whole step."""
+    """The single layers, in none of the blocks `beside`, that have at least `LARGE` elements: embeddings, heads, the
+    layers of a plain `Sequential`. Gathered with what is in no block they would stay for the whole step.
+
+    A layer has no children, but for torch's attention, which reads its projection's weight and never calls it.
+    """
     around = tuple(f"{block}." for block in beside if block)
+    around_attention = tuple(f"{fqn}." for fqn, layer in module.named_modules() if _is_attention(layer))
     return tuple(
         fqn
         for fqn, layer in module.named_modules()
         if fqn
         and not f"{fqn}.".startswith(around)
-        and next(layer.children(), None) is None
+        and not fqn.startswith(around_attention)
+        and (next(layer.children(), None) is None or _is_attention(layer))
         and sum(param.numel() for param in layer.parameters()) >= LARGE
     )
+
+
+def _is_attention(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.MultiheadAttention)
 
 
 def find_units(
