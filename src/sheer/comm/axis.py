@@ -7,7 +7,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,23 +16,12 @@ from torch.distributed import Store as _Store  # type: ignore[attr-defined]
 
 from sheer.comm.agreement import raise_together
 from sheer.comm.beside import Beside
+from sheer.comm.bonds import Bonds
 from sheer.comm.groups import timeout_of
 from sheer.comm.tickets import completing
 from sheer.errors import CommError
 
 T = TypeVar("T")
-
-PATIENCE = 3
-"""Seconds that a rank whose operation has failed waits for the others to fail too."""
-
-
-class Roll(NamedTuple):
-    """Who answered a call."""
-
-    first: str
-    """What the first of them said."""
-    missing: tuple[int, ...]
-    """Who did not, in time."""
 
 
 class Axis:
@@ -41,15 +30,21 @@ class Axis:
     Everything here is collective on the axis. Control messages are small Python objects; tensors go through a `Lane`.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, *, name: str = "data") -> None:
+    def __init__(self, group: dist.ProcessGroup | None, *, name: str = "data", bonds: Bonds | None = None) -> None:
+        """`bonds` are those of the axis of all ranks of the job; by default this is that axis."""
         self.group = group
         self.name = name
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
-        self._absent: str | None = None
+        self.bonds = Bonds(group) if bonds is None else bonds
+        """For when an operation here fails."""
+        self.absent = self.bonds.absent
         self._calls: dict[str, int] = defaultdict(int)
-        self._id: str = ""
-        self._id = self.broadcast_object(uuid.uuid4().hex)
+        self._id: str = self.broadcast_object(uuid.uuid4().hex)
+        if bonds is None:
+            self.bonds.key = self._id
+        elif group is not None:
+            bonds.add([group])
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's `value`, on every rank."""
@@ -113,24 +108,6 @@ class Axis:
                 "Every rank must make this call; if only one may write, that is decided inside."
             )
 
-    def call_out(self, name: str, said: str, *, timeout: float) -> Roll:
-        """Say here, and wait at most `timeout` seconds for the others to say so too. Not collective: for who has lost a
-        peer and wants to know which. Knows nothing where the store is gone as well."""
-        try:
-            first, store = self.claim(name, said), self._calling(name)
-            store.set(f"0/{self.rank}", "here")
-            return Roll(first, tuple(self._wait_for_all(store, 0, timeout)))
-        except RuntimeError:  # DistError among them: the process that keeps the store is the one that is gone
-            return Roll(said, ())
-
-    def claim(self, name: str, said: str) -> str:
-        """What the first rank to claim `name` or to call it out said. Not collective, and waits for nobody. Raises
-        RuntimeError where the store is gone."""
-        return str(self._calling(name).compare_set("first", "", said).decode())
-
-    def _calling(self, name: str) -> _Store:
-        return _PrefixStore(f"sheer/{self._id}/{name}", dist.distributed_c10d._get_default_store())
-
     def _wait_for_all(self, store: _Store, call: int, timeout: float) -> list[int]:
         deadline = time.monotonic() + timeout
         missing = []
@@ -141,17 +118,6 @@ class Axis:
             except dist.DistStoreError:
                 missing.append(rank)
         return missing
-
-    def absent(self) -> str:
-        """A sentence that names the ranks which have not failed as this one has: who is gone, or does something else.
-        Every rank whose operation fails answers here, once, and waits a moment for the others."""
-        if self._absent is None:
-            missing = self.call_out("absent", "", timeout=PATIENCE).missing if self.size > 1 else ()
-            who = ", ".join(map(str, missing))
-            self._absent = (
-                f"Of {self.size} ranks, {who} did not fail too within {PATIENCE} s: look there. " if who else ""
-            )
-        return self._absent
 
     def beside(self) -> Beside:
         """These ranks for one thread of each beside this one. Not collective, but every rank must ask equally often."""

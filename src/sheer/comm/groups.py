@@ -1,11 +1,16 @@
-"""Making process groups beside the one of all ranks."""
+"""Making process groups beside the one of all ranks, and breaking off."""
 
 from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
+from contextlib import suppress
 
+import torch
 import torch.distributed as dist
+
+FAREWELL = 2**30
+"""A tag that no message has."""
 
 
 def own_group(
@@ -24,3 +29,25 @@ def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta:
     """How long its ranks wait for each other."""
     timeout: datetime.timedelta = group._get_backend(group._device_types[0]).options._timeout
     return timeout
+
+
+def break_off(group: dist.ProcessGroup) -> list[int]:
+    """Close this rank's connections in `group`, so that whoever waits for it there fails at once. Not collective.
+
+    Gives the ranks of the job whose connections had ended before. gloo closes all connections of a group when a receive
+    times out, so one is posted that nobody answers. Another backend stays as it is and does not say whose: any, then.
+    """
+    peers = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+    if dist.get_backend(group) != "gloo":
+        return peers
+    ended, open_works = [], []
+    for peer in peers:
+        try:
+            open_works.append(dist.irecv(torch.empty(1), src=peer, group=group, tag=FAREWELL))
+        except RuntimeError:
+            ended.append(peer)
+    for work in open_works[:1]:
+        assert work is not None
+        with suppress(RuntimeError):
+            work.wait(datetime.timedelta(milliseconds=1))
+    return ended

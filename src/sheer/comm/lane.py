@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -20,9 +23,28 @@ class Lane:
         self._axis = axis
         self.counters = Counters() if counters is None else counters
         self._transport: Transport | None = None
+        self._under_way: deque[Ticket] = deque()
+        self._beside: deque[Ticket] | None = None
         if axis.group is not None and axis.size > 1:
             native = dist.get_backend(axis.group) != "gloo"
             self._transport = NativeTransport(axis.group) if native else GlooTransport(axis.group, arena=arena)
+            self._beside = None if native else self._under_way
+
+    def _ticket(
+        self,
+        started: tuple[Sequence[dist.Work], Finish | None],
+        held: tuple[torch.Tensor, ...],
+        what: str,
+        then: Finish | None,
+    ) -> Ticket:
+        """Of what has been submitted. gloo has two threads for what is under way: what they wait in vain for keeps all
+        that follows from beginning, so whoever waits for that looks at them."""
+        works, finish = started
+        while self._under_way and self._under_way[0].done:
+            self._under_way.popleft()
+        ticket = Ticket(works, held, what, chain(finish, then), self._axis.absent, self._beside)
+        self._under_way.append(ticket)
+        return ticket
 
     def all_reduce(self, tensor: torch.Tensor, *, what: str, then: Finish | None = None) -> Ticket:
         """P -> R: sum `tensor` in place; `then` runs when it has been waited for."""
@@ -30,8 +52,8 @@ class Lane:
             return finished(then)
         self.counters.count("all_reduce", tensor, self._axis.size, what)
         with completing(what, self._axis.absent):
-            works, finish = self._transport.all_reduce(tensor)
-        return Ticket(works, (tensor,), what, chain(finish, then), self._axis.absent)
+            started = self._transport.all_reduce(tensor)
+        return self._ticket(started, (tensor,), what, then)
 
     def reduce_scatter(
         self, shard: torch.Tensor, full: torch.Tensor, *, what: str, then: Finish | None = None
@@ -43,8 +65,8 @@ class Lane:
             return finished(then)
         self.counters.count("reduce_scatter", full, self._axis.size, what)
         with completing(what, self._axis.absent):
-            works, finish = self._transport.reduce_scatter(shard, full)
-        return Ticket(works, (full, shard), what, chain(finish, then), self._axis.absent)
+            started = self._transport.reduce_scatter(shard, full)
+        return self._ticket(started, (full, shard), what, then)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, *, what: str, then: Finish | None = None) -> Ticket:
         """S -> R: every rank's `shard` to its place in `full`; `shard` may be that place."""
@@ -54,5 +76,5 @@ class Lane:
             return finished(then)
         self.counters.count("all_gather", full, self._axis.size, what)
         with completing(what, self._axis.absent):
-            works, finish = self._transport.all_gather(full, shard)
-        return Ticket(works, (full, shard), what, chain(finish, then), self._axis.absent)
+            started = self._transport.all_gather(full, shard)
+        return self._ticket(started, (full, shard), what, then)

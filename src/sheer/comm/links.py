@@ -7,23 +7,20 @@ sends nothing before a receive is posted, and one that is posted beforehand goes
 it is a group of its own two ranks: a backend with streams runs what is in one group in the order of its submission, and
 two directions, or two peers, would wait for each other.
 
-The groups are the links' own. A rank that has lost a peer leaves them, so that those who wait for it learn of it at
-once, and so do those who wait for these.
+The groups are the links' own. A rank that has lost a peer breaks off with all and leaves them (`bonds.py`).
 """
 
 from __future__ import annotations
 
-import traceback
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from sheer.comm.axis import Axis
-from sheer.comm.groups import own_group, timeout_of
+from sheer.comm.groups import own_group
 from sheer.comm.tickets import Ticket, completing
 from sheer.errors import CommError
 
@@ -34,10 +31,6 @@ CONTROL_BYTES = 512
 
 MOST_BESIDE = 2**26
 """Bytes of tensors that room is kept for beside the next message's control block."""
-
-
-GRACE = 5.0
-"""Seconds that a rank which has lost a peer waits for others to notice, so as to tell who is gone."""
 
 
 class Route(NamedTuple):
@@ -210,6 +203,7 @@ class Links:
         self._made = {}
         while self._groups:
             group = self._groups.pop()
+            self._everyone.bonds.discard([group])
             if dist.is_initialized():
                 dist.destroy_process_group(group)
 
@@ -218,24 +212,15 @@ class Links:
         and gives the error to raise, which says who is gone as far as the ranks find out together."""
         if not self._open:
             return error
-        for cause in (error, error.__cause__):
-            if cause is not None:  # frames that have ended keep work, and with it connections
-                traceback.clear_frames(cause.__traceback__)
-        group, said = self._everyone.group, f"rank {self._everyone.rank}: {error}"
-        if group is not None:
-            with suppress(RuntimeError):  # where the store is gone too
-                self._everyone.claim("lost", said)  # before any peer loses this rank and takes itself for the first
+        loss = self._everyone.bonds.lost(str(error))
         self.close()
-        if group is None:
-            return error
-        grace = min(GRACE, timeout_of(group).total_seconds() / 2)
-        roll = self._everyone.call_out("lost", said, timeout=grace)
-        who = ", ".join(map(str, roll.missing))
+        who = ", ".join(map(str, loss.missing))
+        size, patience = self._everyone.size, loss.patience
         told = [
-            f"rank(s) {who} of {self._everyone.size} are gone: no sign of life within {grace:g} s" if who else "",
-            said,
+            f"rank(s) {who} of {size} are gone: no sign of life within {patience:g} s" if who else "",
+            f"rank {self._everyone.rank}: {error}",
+            f"noticed first by {loss.first}" if loss.first else "",
         ]
-        told += [f"noticed first by {roll.first}" if roll.first != said else ""]
         return CommError("\n\n".join(filter(None, told)))
 
     def __getitem__(self, route: Route) -> Link:
@@ -296,9 +281,9 @@ def build_links(
                 made[route] = Link(
                     route, by_cpu, tensors, counters, peer_rank=_ranks(pipe)[peer], in_one_piece=not apart
                 )
-    return Links(
-        made, counters, everyone, together, list(dict.fromkeys(group for group in groups if group is not None))
-    )
+    own = list(dict.fromkeys(group for group in groups if group is not None))
+    everyone.bonds.add(own)
+    return Links(made, counters, everyone, together, own)
 
 
 def _ranks(axis: Axis) -> tuple[int, ...]:

@@ -97,6 +97,7 @@ class Mesh:
 
     def close(self) -> None:
         """Leave the groups that were made for this mesh. All ranks do."""
+        self.world.bonds.discard(self.made)
         for group in self.made:
             if dist.is_initialized():
                 dist.destroy_process_group(group)
@@ -124,7 +125,7 @@ def build_mesh(world: Axis, *, stages: int = 1, ties: Collection[tuple[int, ...]
         own = own_group(peers, like=home)
         if own is not None:
             made.append(own)
-        return Axis(own, name=name)
+        return Axis(own, name=name, bonds=world.bonds)
 
     rows = [range(s * width, (s + 1) * width) for s in range(stages)]
     data = axis("data", rows)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import datetime
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
 
@@ -13,11 +14,14 @@ from sheer.errors import CommError
 
 Finish = Callable[[], None]
 
+GLANCE = datetime.timedelta(seconds=1)
+"""How long one waits before looking at what else is under way."""
+
 
 class Ticket:
     """A collective under way. Holds its buffers; `wait` makes the current stream see the result. Idempotent."""
 
-    __slots__ = ("_finish", "_what", "_who", "_works", "held")
+    __slots__ = ("_beside", "_finish", "_what", "_who", "_works", "held")
 
     def __init__(
         self,
@@ -26,12 +30,15 @@ class Ticket:
         what: str,
         finish: Finish | None,
         who: Callable[[], str] = str,
+        beside: Iterable[Ticket] | None = None,
     ) -> None:
-        """`who` is asked for a sentence about the ranks that are missing, should it fail."""
+        """`who` is asked for a sentence about the ranks that are missing, should it fail. `beside` is
+        what else is under way, where that can keep this one from beginning: who waits long looks there."""
         self._works = works
         self._who = who
         self._what = what
         self._finish = finish
+        self._beside = beside
         self.held = held
 
     @property
@@ -45,16 +52,41 @@ class Ticket:
             return
         with completing(self._what, self._who):
             for work in self._works:
-                work.wait()
+                if self._beside is None:
+                    work.wait()
+                else:
+                    _watch(work, self._beside)
         if self._finish is not None:
             self._finish()
-        self._works, self._finish, self.held = (), None, ()
+        self._works, self._finish, self._beside, self.held = (), None, None, ()
+
+    def look(self) -> None:
+        """Raise if part of it has failed already. Waits for nothing."""
+        with completing(self._what, self._who):
+            for work in self._works:
+                if work.is_completed():
+                    work.wait()
 
     def drop(self) -> None:
         """Give the buffers back for a result that nobody wants any more, whether or not it comes."""
         with suppress(CommError):
             self.wait()
-        self._works, self._finish, self.held = (), None, ()
+        self._works, self._finish, self._beside, self.held = (), None, None, ()
+
+
+def _watch(work: dist.Work, beside: Iterable[Ticket]) -> None:
+    """Wait for `work`, unless something beside it fails."""
+    while True:
+        try:
+            work.wait(GLANCE)
+        except RuntimeError:
+            if work.is_completed():
+                work.wait()  # whatever it was: it raises that, or has come at the last moment
+                return
+            for ticket in [*beside]:
+                ticket.look()
+        else:
+            return
 
 
 class completing:  # noqa: N801

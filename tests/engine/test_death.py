@@ -1,0 +1,96 @@
+"""A rank that dies, or raises and leaves, ends every other with its name, long before anything times out."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from sheer.cli.demo.launch import free_port
+from sheer.comm import bonds, destroy_process_group
+from sheer.errors import CommError
+from tests.engine.models import batches, odd
+from tests.engine.oracle import Case, start
+from tests.harness import fresh
+
+WORLD = 3
+
+
+class Leaving(Exception):
+    """Of a rank that raises, and leaves."""
+
+
+def killed(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raising(*_: Any) -> None:
+    raise Leaving
+
+
+def arm(module: Any, where: str, how: Any) -> None:
+    block = module.blocks[1]
+    if where == "forward":
+        block.register_forward_pre_hook(how)
+    elif where == "backward":
+        block.register_forward_hook(lambda _block, _args, out: out.register_hook(how) and None)
+    else:
+        register_optimizer_step_pre_hook(how)
+
+
+def one_of_three(rank: int, port: int, stage: int, where: str, how: Any, doomed: int, result: Any) -> None:
+    """Trains two steps; in the third the doomed one goes."""
+    bonds.PATIENCE = 1.0
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    case = Case(stage=stage, world=WORLD, rank=rank)
+    module = odd()
+    engine = start(module, case)
+    (batch,) = batches(1, size=case.micro)
+    try:
+        for number in range(5):
+            if number == 2 and rank == doomed:
+                arm(module, where, how)
+            engine.backward(engine(batch))
+            engine.step()
+        result.put(("finished", ""))
+    except Leaving:
+        destroy_process_group()
+    except BaseException as error:
+        result.put((type(error).__name__, str(error)))
+
+
+@pytest.mark.parametrize(
+    ("stage", "where", "how", "doomed"),
+    [
+        (3, "forward", killed, 1),
+        (3, "forward", killed, 0),
+        (3, "backward", killed, 2),
+        (3, "step", killed, 1),
+        (2, "backward", killed, 1),
+        (0, "step", killed, 2),
+        (3, "forward", raising, 2),
+        (3, "backward", raising, 1),
+        (2, "backward", raising, 0),
+    ],
+)
+def test_who_dies_is_named_by_every_other(stage: int, where: str, how: Any, doomed: int) -> None:
+    port = free_port()
+    results = [fresh.context().Queue() for _ in range(WORLD)]
+    ranks = [fresh.started(one_of_three, rank, port, stage, where, how, doomed, results[rank]) for rank in range(WORLD)]
+    try:
+        told = [results[rank].get(timeout=20) for rank in range(WORLD) if rank != doomed]
+        for rank in ranks:
+            rank.join(timeout=60)
+        ended = [rank.exitcode for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for kind, message in told:
+        assert kind == CommError.__name__, message
+        assert f"Of 3 ranks, {doomed} did not fail too within 1 s: look there." in message
+    assert ended == [-signal.SIGKILL if how is killed and rank == doomed else 0 for rank in range(WORLD)]
