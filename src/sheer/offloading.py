@@ -70,6 +70,7 @@ class OffloadVerbs(ABC):
         away, self._away = self._away, frozenset()
         self._move(away, to_host=False, pinned=False)
 
+    @torch.inference_mode(False)  # what moves is trained again
     def _move(self, states: frozenset[OffloadStateTypeEnum], *, to_host: bool, pinned: bool) -> None:
         if not states:
             return

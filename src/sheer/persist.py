@@ -83,6 +83,7 @@ class Loaded(NamedTuple):
     client_state: dict[str, Any]
 
 
+@torch.inference_mode(False)  # what is made here is kept, and written to again
 def save(
     parts: SavedParts,
     root: str | os.PathLike[str],
@@ -272,6 +273,7 @@ class Wish(NamedTuple):
     """Counters, loss scale, loader position and random state."""
 
 
+@torch.inference_mode(False)  # as for `save`
 def load(
     parts: SavedParts, root: str | os.PathLike[str], *, tag: str | None, wish: Wish, custom: Callable[..., Any] | None
 ) -> Loaded | None:

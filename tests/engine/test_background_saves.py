@@ -169,6 +169,27 @@ def test_state_that_is_written_to_by_hand_while_it_is_copied_is_not_saved(tmp_pa
 
 
 @everywhere
+@pytest.mark.parametrize("stage", [1, 3])
+def test_inference_mode_around_it_leaves_nothing_that_cannot_be_written_to(stage: int, tmp_path: Path) -> None:
+    case = case_of(stage)
+    engine = start(odd(), case)
+    with torch.inference_mode():
+        engine(batches(1, size=2)[0])
+    train(engine, case, range(2))
+    with torch.inference_mode():
+        engine.save_checkpoint(tmp_path, "plain")
+        engine.save_checkpoint(tmp_path, "beside", blocking=False)
+        engine.offload_states()
+        engine.reload_states()
+    expected = train(engine, case, range(2, 4))
+    with torch.inference_mode():
+        engine.load_checkpoint(tmp_path, "beside")
+    assert train(engine, case, range(2, 4)) == expected
+    assert_same(contents(tmp_path / "beside"), contents(tmp_path / "plain"))
+    engine.destroy()
+
+
+@everywhere
 def test_the_next_save_and_a_load_wait_and_the_copy_is_reused(tmp_path: Path, monkeypatch, caplog) -> None:
     case = case_of(1, checkpoint={"async_save": True})
     engine = start(odd(), case)

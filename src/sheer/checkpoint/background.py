@@ -41,11 +41,16 @@ class _Place(NamedTuple):
 
     def check(self) -> None:
         """Raises CheckpointError where somebody has written to what was still to be copied."""
-        if self.shard.data._version != self.version:
+        if _version(self.shard.data) != self.version:
             raise CheckpointError(
                 f"{self.shard.key} was written to while it was being copied. Before changing the optimizer's state by "
                 "hand call engine.wait_for_checkpoint(), or use sheer.utils.safe_set_full_optimizer_state, which waits"
             )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often `tensor` was written to; one that was made in inference mode does not count it."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class Snapshot:
@@ -68,7 +73,7 @@ class Snapshot:
         for shard, size in zip(shards, sizes, strict=True):
             data = self._memory[at : at + shard.data.nbytes].view(shard.data.dtype)
             copy = Shard(shard.kind, shard.name, shard.shape, shard.start, data, rest)
-            places.append(_Place(shard, copy, shard.data._version))
+            places.append(_Place(shard, copy, _version(shard.data)))
             at += size
         return places
 
@@ -114,8 +119,9 @@ class Background:
         """Finish `begun` with what `snapshot` took, beside what goes on here. `axis` is the thread's alone."""
         self._error = None
         self._settled.clear()
-        self._thread = threading.Thread(target=self._work, args=(begun, axis), name="sheer checkpoint", daemon=False)
-        self._thread.start()
+        thread = threading.Thread(target=self._work, args=(begun, axis), name="sheer checkpoint", daemon=False)
+        thread.start()
+        self._thread = thread
 
     def _work(self, begun: Begun, axis: Axis) -> None:
         try:
