@@ -15,9 +15,11 @@ from sheer.comm import bonds, destroy_process_group
 from sheer.errors import CommError
 from tests.engine.models import batches, odd
 from tests.engine.oracle import Case, start
+from tests.engine.stages import staged
 from tests.harness import fresh
 
 WORLD = 3
+PATIENCE = 1.0
 
 
 class Leaving(Exception):
@@ -42,11 +44,15 @@ def arm(module: Any, where: str, how: Any) -> None:
         register_optimizer_step_pre_hook(how)
 
 
+def join_world(rank: int, world: int, port: int) -> None:
+    bonds.PATIENCE = PATIENCE
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+
+
 def one_of_three(rank: int, port: int, stage: int, where: str, how: Any, doomed: int, result: Any) -> None:
     """Trains two steps; in the third the doomed one goes."""
-    bonds.PATIENCE = 1.0
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
+    join_world(rank, WORLD, port)
     case = Case(stage=stage, world=WORLD, rank=rank)
     module = odd()
     engine = start(module, case)
@@ -94,3 +100,33 @@ def test_who_dies_is_named_by_every_other(stage: int, where: str, how: Any, doom
         assert kind == CommError.__name__, message
         assert f"Of 3 ranks, {doomed} did not fail too within 1 s: look there." in message
     assert ended == [-signal.SIGKILL if how is killed and rank == doomed else 0 for rank in range(WORLD)]
+
+
+def one_of_two_by_two(rank: int, port: int, doomed: int, result: Any) -> None:
+    """Two stages of two; the doomed one goes in its update, where its data rank waits for it, and others for that."""
+    join_world(rank, 4, port)
+    case = Case(stage=1, world=2, rank=rank % 2)
+    engine = start(staged(2), case)
+    (batch,) = batches(1, size=case.micro)
+    try:
+        for number in range(3):
+            if number == 1 and rank == doomed:
+                register_optimizer_step_pre_hook(killed)
+            engine.train_batch(iter([(batch, batch)]))
+        result.put(("finished", ""))
+    except BaseException as error:
+        result.put((type(error).__name__, str(error)))
+
+
+def test_who_dies_is_named_in_other_stages_too() -> None:
+    port, doomed = free_port(), 3
+    results = [fresh.context().Queue() for _ in range(4)]
+    ranks = [fresh.started(one_of_two_by_two, rank, port, doomed, results[rank]) for rank in range(4)]
+    try:
+        told = [results[rank].get(timeout=60) for rank in range(4) if rank != doomed]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for kind, message in told:
+        assert kind == CommError.__name__, message
+        assert "Of 4 ranks, 3 did not fail too" in message or message.startswith("rank(s) 3 of 4 are gone")
