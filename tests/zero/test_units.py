@@ -63,21 +63,18 @@ def test_no_blocks_is_one_unit_with_a_gate_at_every_owner() -> None:
     assert set(units.gates) == {"", "embed", "blocks.0.0", "blocks.0.1", "blocks.1.0", "blocks.1.1", "head"}
 
 
-def test_large_layers_are_those_of_no_block_without_children() -> None:
+def test_large_layers_are_those_that_a_sequential_calls_and_no_block_has() -> None:
+    class Own(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self[0](x) @ self[1].weight
+
     net = nn.Module()
     net.embed = nn.Embedding(1000, 100)
     net.blocks = nn.ModuleList([nn.Sequential(nn.Linear(400, 400)) for _ in range(2)])
-    net.blocks2 = nn.Linear(316, 316, bias=False)
-    net.more = nn.Sequential(nn.Linear(400, 400), nn.LayerNorm(400))
-    net.more.scale = nn.Parameter(torch.ones(200_000))
-    net.again = net.embed
-    net.attention = nn.MultiheadAttention(320, 2)
-    assert large_layers(net, beside=["blocks.0", "blocks.1"]) == ("embed", "more.0", "attention")
-    assert large_layers(net, beside=[""]) == (
-        "embed",
-        "blocks.0.0",
-        "blocks.1.0",
-        "more.0",
-        "attention",
-    )
+    net.own = Own(nn.Linear(400, 400), nn.Linear(400, 400))
+    net.more = nn.Sequential(nn.Linear(400, 400), nn.Linear(9, 9), nn.Sequential(nn.ReLU(), nn.Linear(400, 400)))
+    net.again = nn.Sequential(net.more[0], net.embed)
+    assert large_layers(net, beside=["blocks.0", "blocks.1"]) == ("more.0", "more.2.1", "again.0", "again.1")
+    assert large_layers(net, beside=[""])[:2] == ("blocks.0.0", "blocks.1.0")
+    assert large_layers(nn.Sequential(nn.Linear(400, 400)), beside=[""]) == ("0",)
     assert large_layers(nn.Linear(400, 400), beside=[""]) == ()

@@ -139,10 +139,10 @@ class ZeroOptimization(Section):
     backward."""
     blocks: Annotated[tuple[str, ...] | None, Maybe(Names())] = None
     """At stage 3, what is gathered at once: modules of these class names, or whose names match these globs, one
-    inside another too. null: the model's repeated blocks, and beside them single layers of at least 100 000 elements.
-    What is in none of them stays from its first use to the update. []: that is everything. It is what a model needs
-    where only some ranks read a layer's weight past its call, or call, in the first step, what is not called in the
-    order of its definition."""
+    inside another too. null: the model's repeated blocks, and beside them the layers of plain Sequentials that have
+    at least 100 000 elements. What is in none of them stays from its first use to the update: large embeddings and
+    heads are worth naming. []: that is everything. It is what a model needs where only some ranks read a block's
+    weight past its call, or call, in the first step, what is not called in the order of its definition."""
     stage3_prefetch_bucket_size: Annotated[int, Whole(minimum=0, exponent=True)] = 50_000_000
     """At stage 3, 0: a block is gathered when it is called. Otherwise, whatever the number, while the one before it
     runs."""

@@ -16,7 +16,7 @@ from sheer.layout import Split
 ROOT = ""
 WHOLE = Split()
 LARGE = 100_000
-"""Elements of a layer in no block that is worth a gather of its own; the default of DeepSpeed's
+"""Elements of a layer that is worth a gather of its own; the default of DeepSpeed's
 `stage3_param_persistence_threshold`."""
 
 
@@ -41,26 +41,24 @@ NO_UNITS = Units({}, (), {})
 
 
 def large_layers(module: nn.Module, *, beside: Sequence[str]) -> tuple[str, ...]:
-    """The single layers, in none of the blocks `beside`, that have at least `LARGE` elements: embeddings, heads, the
-    layers of a plain `Sequential`. Gathered with what is in no block they would stay for the whole step.
+    """The layers of plain `Sequential`s, in none of the blocks `beside`, that have at least `LARGE` elements. Gathered
+    with what is in no block they would stay for the whole step.
 
-    A layer has no children, but for torch's attention, which reads its projection's weight and never calls it.
+    No others, such as embeddings and heads: a `Sequential` calls its layers one by one, in order, on all ranks alike,
+    and nobody else reads their weights; of a layer that a model's own forward calls nobody knows that.
     """
     around = tuple(f"{block}." for block in beside if block)
-    around_attention = tuple(f"{fqn}." for fqn, layer in module.named_modules() if _is_attention(layer))
     return tuple(
-        fqn
-        for fqn, layer in module.named_modules()
-        if fqn
-        and not f"{fqn}.".startswith(around)
-        and not fqn.startswith(around_attention)
-        and (next(layer.children(), None) is None or _is_attention(layer))
-        and sum(param.numel() for param in layer.parameters()) >= LARGE
+        f"{fqn}.{name}" if fqn else name
+        for fqn, parent in module.named_modules()
+        if isinstance(parent, nn.Sequential) and type(parent).forward is nn.Sequential.forward
+        for name, layer in parent.named_children()
+        if not f"{fqn}.".startswith(around) and _is_large_layer(layer)
     )
 
 
-def _is_attention(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.MultiheadAttention)
+def _is_large_layer(layer: nn.Module) -> bool:
+    return next(layer.children(), None) is None and sum(param.numel() for param in layer.parameters()) >= LARGE
 
 
 def find_units(
