@@ -115,7 +115,7 @@ def _arguments() -> argparse.Namespace:
         "--only", nargs="+", default=[], help="contenders whose name contains one of these (and the raw loop)"
     )
     parser.add_argument("--rounds", type=int, help="of every race")
-    parser.add_argument("--seconds", type=float, help="of each race's rounds, after setting up (quick: 30)")
+    parser.add_argument("--seconds", type=float, help="of each race's rounds, after setting up (quick: 20)")
     parser.add_argument("--write", action=argparse.BooleanOptionalAction, help="the page and the picture")
     parser.add_argument("--json", type=Path, help="raw samples go there")
     parser.add_argument(
@@ -128,7 +128,7 @@ def _arguments() -> argparse.Namespace:
         if name not in SUITES:
             parser.error(f"no suite {name!r}; there are {', '.join(SUITES)}")
     if arguments.seconds is None:
-        arguments.seconds = 30.0 if arguments.quick else float("inf")
+        arguments.seconds = 20.0 if arguments.quick else float("inf")
     if arguments.write is None:
         arguments.write = not arguments.quick and not arguments.only
     return arguments

@@ -252,8 +252,8 @@ CONTENDERS: dict[str, Contender] = {
     "DDP": Contender(ddp, "as the raw loop; gradient_as_bucket_view"),
     "FSDP2": Contender(fsdp2(reshard=False), "each block and the root; fused AdamW on DTensors"),
     "FSDP2, resharding": Contender(fsdp2(reshard=True), "reshard_after_forward; gathers twice", quick=False),
-    "Accelerate": Contender(accelerate, "its DDP; fused AdamW", package="accelerate"),
-    "Fabric": Contender(fabric, "strategy ddp; fused AdamW", package="lightning_fabric"),
+    "Accelerate": Contender(accelerate, "its DDP; fused AdamW", package="accelerate", quick=False),
+    "Fabric": Contender(fabric, "strategy ddp; fused AdamW", package="lightning_fabric", quick=False),
     **{
         f"DeepSpeed stage {stage}": Contender(
             deepspeed(stage), "fused AdamW given", package="deepspeed", environment=_DEEPSPEED, quick=stage == 1
