@@ -7,10 +7,8 @@ import signal
 from typing import Any
 
 import pytest
-import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from sheer.cli.demo.launch import free_port
 from sheer.comm import bonds, destroy_process_group
 from sheer.errors import CommError
 from tests.engine.models import batches, odd
@@ -44,15 +42,9 @@ def arm(module: Any, where: str, how: Any) -> None:
         register_optimizer_step_pre_hook(how)
 
 
-def join_world(rank: int, world: int, port: int) -> None:
-    bonds.PATIENCE = PATIENCE
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-
-
-def one_of_three(rank: int, port: int, stage: int, where: str, how: Any, doomed: int, result: Any) -> None:
+def one_of_three(rank: int, stage: int, where: str, how: Any, doomed: int, result: Any) -> None:
     """Trains two steps; in the third the doomed one goes."""
-    join_world(rank, WORLD, port)
+    bonds.PATIENCE = PATIENCE
     case = Case(stage=stage, world=WORLD, rank=rank)
     module = odd()
     engine = start(module, case)
@@ -85,26 +77,20 @@ def one_of_three(rank: int, port: int, stage: int, where: str, how: Any, doomed:
     ],
 )
 def test_who_dies_is_named_by_every_other(stage: int, where: str, how: Any, doomed: int) -> None:
-    port = free_port()
-    results = [fresh.context().Queue() for _ in range(WORLD)]
-    ranks = [fresh.started(one_of_three, rank, port, stage, where, how, doomed, results[rank]) for rank in range(WORLD)]
-    try:
+    with fresh.ranks(one_of_three, WORLD, stage, where, how, doomed) as (ranks, results):
         told = [results[rank].get(timeout=20) for rank in range(WORLD) if rank != doomed]
         for rank in ranks:
             rank.join(timeout=60)
         ended = [rank.exitcode for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
     for kind, message in told:
         assert kind == CommError.__name__, message
         assert f"Of 3 ranks, {doomed} did not fail too within 1 s: look there." in message
     assert ended == [-signal.SIGKILL if how is killed and rank == doomed else 0 for rank in range(WORLD)]
 
 
-def one_of_two_by_two(rank: int, port: int, doomed: int, result: Any) -> None:
+def one_of_two_by_two(rank: int, doomed: int, result: Any) -> None:
     """Two stages of two; the doomed one goes in its update, where its data rank waits for it, and others for that."""
-    join_world(rank, 4, port)
+    bonds.PATIENCE = PATIENCE
     case = Case(stage=1, world=2, rank=rank % 2)
     engine = start(staged(2), case)
     (batch,) = batches(1, size=case.micro)
@@ -119,14 +105,9 @@ def one_of_two_by_two(rank: int, port: int, doomed: int, result: Any) -> None:
 
 
 def test_who_dies_is_named_in_other_stages_too() -> None:
-    port, doomed = free_port(), 3
-    results = [fresh.context().Queue() for _ in range(4)]
-    ranks = [fresh.started(one_of_two_by_two, rank, port, doomed, results[rank]) for rank in range(4)]
-    try:
+    doomed = 3
+    with fresh.ranks(one_of_two_by_two, 4, doomed) as (_, results):
         told = [results[rank].get(timeout=60) for rank in range(4) if rank != doomed]
-    finally:
-        for rank in ranks:
-            rank.kill()
     for kind, message in told:
         assert kind == CommError.__name__, message
         assert "Of 4 ranks, 3 did not fail too" in message or message.startswith("rank(s) 3 of 4 are gone")

@@ -16,7 +16,6 @@ from torch import nn
 
 import sheer
 import sheer.testing
-from sheer.cli.demo.launch import free_port
 from sheer.comm import bonds
 from sheer.errors import CommError, SheerError, UsageError
 from tests.engine.models import Block, batches, odd
@@ -142,11 +141,9 @@ def test_a_step_after_a_failed_backward_is_refused(stage: int) -> None:
     assert engine.global_steps == 1
 
 
-def dying_peer(rank: int, port: int, stage: int, when: str, result: Any) -> None:
+def dying_peer(rank: int, stage: int, when: str, result: Any) -> None:
     """One of two processes; the second is gone in the middle of a step."""
     bonds.PATIENCE = 0.5
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
     case = Case(stage=stage, world=2, rank=rank)
     model = odd()
     engine = start(model, case)
@@ -175,25 +172,17 @@ def dying_peer(rank: int, port: int, stage: int, when: str, result: Any) -> None
 
 @pytest.mark.parametrize(("stage", "when"), [(1, "step"), (2, "backward"), (3, "forward")])
 def test_the_death_of_a_rank_is_an_error_on_the_others(stage: int, when: str) -> None:
-    port = free_port()
-    results = [fresh.context().Queue() for _ in range(2)]
-    peers = [fresh.started(dying_peer, rank, port, stage, when, results[rank]) for rank in range(2)]
-    try:
+    with fresh.ranks(dying_peer, 2, stage, when) as (_, results):
         kind, message = results[0].get(timeout=120)
         after = results[0].get(timeout=120)
-    finally:
-        for peer in peers:
-            peer.kill()
     assert kind == CommError.__name__, message
     assert "Of 2 ranks, 1 did not fail too within 0.5 s: look there. A peer has failed" in message
     # Where parameters are sharded the dead rank has taken its part with it.
     assert after == "usable" if stage < 3 else after[0] == CommError.__name__ and "Load a checkpoint" in after[1]
 
 
-def engines_in_a_row(rank: int, port: int, result: Any) -> None:
+def engines_in_a_row(rank: int, result: Any) -> None:
     """One of two processes; nobody but `initialize` makes a process group."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
     case = Case(stage=2, world=2, rank=rank)
     kept = start(odd(), case)
     for _ in range(3):
@@ -205,16 +194,11 @@ def engines_in_a_row(rank: int, port: int, result: Any) -> None:
 
 
 def test_engines_may_follow_one_another_and_an_older_one_goes_on() -> None:
-    port, result = free_port(), fresh.context().Queue()
-    peers = [fresh.started(engines_in_a_row, rank, port, result) for rank in range(2)]
-    try:
-        assert [result.get(timeout=120) for _ in peers] == [1, 1]
+    with fresh.ranks(engines_in_a_row, 2) as (peers, results):
+        assert [result.get(timeout=120) for result in results] == [1, 1]
         for peer in peers:
             peer.join(timeout=120)
         assert [peer.exitcode for peer in peers] == [0, 0]
-    finally:
-        for peer in peers:
-            peer.kill()
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------
