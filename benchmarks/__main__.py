@@ -40,8 +40,11 @@ class Suite(NamedTuple):
     """Whether `--quick` runs it too."""
 
 
-def _race(full: Race, quick: Race, effort: Effort) -> Result:
-    race = (quick if effort.quick else full)._replace(seconds=effort.seconds)
+def _race(race: Race, effort: Effort, *, quick_rounds: int, quick_steps: int | None = None) -> Result:
+    """`race`, or with `--quick` as many rounds of it, each of as many steps (as otherwise, unless given)."""
+    race = race._replace(seconds=effort.seconds)
+    if effort.quick:
+        race = race._replace(rounds=quick_rounds, steps=quick_steps or race.steps)
     if effort.rounds is not None:
         race = race._replace(rounds=effort.rounds)
     # Compiling takes every contender's processes long; one of each kind is raced.
@@ -51,37 +54,37 @@ def _race(full: Race, quick: Race, effort: Effort) -> Result:
 SUITES: dict[str, Suite] = {
     "step-gpt": Suite(
         "A GPT of 14 M parameters, eager",
-        partial(_race, Race("gpt", rounds=8, steps=1), Race("gpt", rounds=3, steps=1)),
+        partial(_race, Race("gpt", rounds=8, steps=1), quick_rounds=3),
         quick=True,
     ),
     "step-gpt-compiled": Suite(
         "A GPT of 14 M parameters, both sides compiled",
-        partial(_race, Race("gpt", compiled=True, rounds=9, steps=1), Race("gpt", compiled=True, rounds=3, steps=1)),
+        partial(_race, Race("gpt", compiled=True, rounds=9, steps=1), quick_rounds=3),
     ),
     "step-mlp": Suite(
         "100 Linear layers of width 64, two ranks",
-        partial(_race, Race("mlp", rounds=11, steps=10), Race("mlp", rounds=3, steps=5)),
+        partial(_race, Race("mlp", rounds=11, steps=10), quick_rounds=3, quick_steps=5),
     ),
     "step-mlp-accumulation": Suite(
         "100 Linear layers of width 64, two ranks, four micro-batches a step",
-        partial(_race, Race("mlp", accumulation=4, rounds=9, steps=5), Race("mlp", accumulation=4, rounds=2, steps=2)),
+        partial(_race, Race("mlp", accumulation=4, rounds=9, steps=5), quick_rounds=2, quick_steps=2),
     ),
     "step-conv": Suite(
         "A convolutional net with batch norm, two ranks",
-        partial(_race, Race("conv", rounds=11, steps=5), Race("conv", rounds=3, steps=5)),
+        partial(_race, Race("conv", rounds=11, steps=5), quick_rounds=3),
     ),
     "step-small": Suite(
         "40 Linear layers of width 32, one rank",
-        partial(_race, Race("small", ranks=1, rounds=21, steps=20), Race("small", ranks=1, rounds=9, steps=20)),
+        partial(_race, Race("small", ranks=1, rounds=21, steps=20), quick_rounds=9),
         quick=True,
     ),
     "step-blocks": Suite(
         "20 blocks of width 32, one rank",
-        partial(_race, Race("blocks", ranks=1, rounds=21, steps=20), Race("blocks", ranks=1, rounds=9, steps=20)),
+        partial(_race, Race("blocks", ranks=1, rounds=21, steps=20), quick_rounds=9),
     ),
     "step-blocks-two": Suite(
         "20 blocks of width 32, two ranks",
-        partial(_race, Race("blocks", rounds=11, steps=20), Race("blocks", rounds=3, steps=20)),
+        partial(_race, Race("blocks", rounds=11, steps=20), quick_rounds=3),
     ),
     "pipeline": Suite(
         "A pipeline of two stages",

@@ -41,6 +41,7 @@ from benchmarks.leftovers import sweep
 from benchmarks.report import Result
 from sheer.checkpoint import Shard, open_checkpoint
 from sheer.checkpoint import load as load_shards
+from sheer.cli.demo.launch import free_port
 from sheer.comm import data_axis
 
 CHUNK = 8 << 20
@@ -415,7 +416,7 @@ def elsewhere(what: str, args: argparse.Namespace, *, ranks: int) -> Any:
             str(args.rounds),
             *(["--cold"] if args.cold else []),
         ]
-        port = str(20000 + os.getpid() % 20000)
+        port = str(free_port())
         world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
         children = [
             subprocess.Popen(

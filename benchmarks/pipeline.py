@@ -30,6 +30,7 @@ import sheer
 from benchmarks.leftovers import sweep
 from benchmarks.report import Bar, Result, Spread, table
 from sheer import comm
+from sheer.cli.demo.launch import free_port
 from sheer.pipeline import Runner, routes
 from sheer.schedule import Kind, in_flight, one_f_one_b, simulate
 
@@ -283,8 +284,8 @@ def _contend(name: str, work: Work, rank: int, port: int, control: Connection) -
 class Pair:
     """The two processes of one contender."""
 
-    def __init__(self, name: str, work: Work, port: int) -> None:
-        self.port = port
+    def __init__(self, name: str, work: Work) -> None:
+        self.port = port = free_port()
         context = mp.get_context("spawn")
         pipes = [context.Pipe() for _ in range(STAGES)]
         self.pipes = [mine for mine, _ in pipes]
@@ -331,10 +332,10 @@ class Race(NamedTuple):
     facts: list[dict[str, Any]]
 
 
-def race(work: Work, rounds: int, *, port: int) -> Race:
+def race(work: Work, rounds: int) -> Race:
     """Let them take turns."""
     names = [name for name in CONTENDERS if name != "DeepSpeed" or find_spec("deepspeed")]
-    pairs = {name: Pair(name, work, port + number) for number, name in enumerate(names)}
+    pairs = {name: Pair(name, work) for name in names}
     first = {name: pair.ask("step")[-1][0].loss for name, pair in pairs.items()}
     bounds: list[float] = []
     steps: dict[str, list[float]] = {name: [] for name in names}
@@ -350,9 +351,9 @@ def race(work: Work, rounds: int, *, port: int) -> Race:
     return Race(steps, bounds, first, facts)
 
 
-def run(work: Work, rounds: int, *, port: int = 29910) -> Result:
+def run(work: Work, rounds: int) -> Result:
     """Race them, and tell."""
-    found = race(work, rounds, port=port)
+    found = race(work, rounds)
     rows, bars = [], []
     for name, seconds in found.steps.items():
         spread = Spread.of([own / bound for own, bound in zip(seconds, found.bounds, strict=True)])
